@@ -155,7 +155,9 @@ def agree(ranks: Ranks, value: T, what: str) -> T:
     values = ranks.gather(value)
     if any(other != values[0] for other in values):
         listing = ", ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
-        raise RankError(f"the ranks do not agree on {what}: {listing}. All ranks must run the same script and settings.")
+        raise RankError(
+            f"the ranks do not agree on {what}: {listing}. All ranks must run the same script and settings."
+        )
     return value
 
 
