@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from .baselines import plan_even
+from .baselines import plan_by_flops, plan_by_speed, plan_even, plan_poplar_local, plan_poplar_lockstep
 from .errors import InsufficientMemoryError, PlanError, raise_together
 from .plan import LOCK_STEP_STAGES, Plan, RankPlan
 from .profiles import ClusterProfile, StageProfile
@@ -13,8 +13,9 @@ from .search_local import plan_local
 from .search_lockstep import plan_lockstep
 from .step_model import RankType, break_down, group_ranks, micro_step_cost
 
-STRATEGIES = ("optimal", "even")
-"""Names `find_plan` knows."""
+STRATEGIES = ("optimal", "poplar", "proportional", "flops", "even")
+"""Names `find_plan` knows: the exact optimum, Poplar's published search, shares by measured speed, shares by peak
+FLOP/s (Whale), and DeepSpeed's equal shares."""
 
 ZeroStage = int | Literal["auto"]
 
@@ -85,6 +86,14 @@ def _search(
 ) -> Mapping[int, tuple[int, ...]]:
     if strategy == "even":
         return plan_even(types, global_batch_size)
+    if strategy == "flops":
+        return plan_by_flops(types, zero_stage, global_batch_size)
+    if strategy == "proportional":
+        return plan_by_speed(types, zero_stage, global_batch_size)
+    if strategy == "poplar" and zero_stage in LOCK_STEP_STAGES:
+        return plan_poplar_lockstep(types, stage, global_batch_size)
+    if strategy == "poplar":
+        return plan_poplar_local(types, global_batch_size)
     if zero_stage in LOCK_STEP_STAGES:
         return plan_lockstep(types, global_batch_size, lambda seconds: micro_step_cost(stage, seconds))
     return plan_local(types, global_batch_size)
