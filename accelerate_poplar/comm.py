@@ -120,6 +120,31 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def decide(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Let rank 0 alone decide something, and give every rank the answer.
+
+    Args:
+        ranks: The other ranks.
+        work: Called on rank 0 only; must not communicate.
+
+    Returns:
+        What `work` returned on rank 0.
+
+    Raises:
+        PoplarError: `work` failed; the same error on every rank.
+    """
+    answer: tuple[str, Any] = ("value", None)
+    if ranks.rank == 0:
+        try:
+            answer = ("value", work())
+        except PoplarError as error:
+            answer = ("error", error)
+    kind, content = ranks.broadcast(answer)
+    if kind == "error":
+        raise content
+    return content  # type: ignore[no-any-return]
+
+
 def fail_together(ranks: Ranks, reports: Sequence[str | None]) -> None:
     """Raise when any rank reported a problem.
 
@@ -159,6 +184,3 @@ def agree(ranks: Ranks, value: T, what: str) -> T:
             f"the ranks do not agree on {what}: {listing}. All ranks must run the same script and settings."
         )
     return value
-
-
-__all__ = ["PoplarError", "ProcessRanks", "Ranks", "SingleRank", "agree", "connect", "fail_together", "together"]

@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from .errors import ConfigError, raise_together
 CONFIG_VARIABLE = "POPLAR_CONFIG"
 SLOWDOWN_VARIABLE = "POPLAR_EMULATE_SLOWDOWN"
 MEMORY_VARIABLE = "POPLAR_EMULATE_MEMORY_GIB"
+DEEPSPEED_SWITCH = "ACCELERATE_USE_DEEPSPEED"
 
 STRATEGIES = ("optimal", "poplar", "proportional", "flops", "even")
 REPLAN_MODES = ("off", "warn", "on")
@@ -102,7 +104,7 @@ class PoplarConfig:
         try:
             config = cls(**{str(key): value for key, value in data.items() if key in known})
         except ConfigError as error:
-            problems.append(f"{source}: {error}")
+            problems += [f"{source}: {problem}" for problem in error.problems]
         raise_together(problems)
         return config
 
@@ -233,8 +235,22 @@ class LaunchEnvironment:
             rank=int(os.environ.get("RANK", "0")),
             local_rank=int(os.environ.get("LOCAL_RANK", "-1")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            deepspeed=os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true",
+            deepspeed=os.environ.get(DEEPSPEED_SWITCH, "false").lower() == "true",
         )
+
+
+@contextmanager
+def deepspeed_switch() -> Iterator[None]:
+    """Tell Accelerate, for the time being, that DeepSpeed is to be used; its own code does the same."""
+    before = os.environ.get(DEEPSPEED_SWITCH)
+    os.environ[DEEPSPEED_SWITCH] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(DEEPSPEED_SWITCH, None)
+        else:
+            os.environ[DEEPSPEED_SWITCH] = before
 
 
 def resolve_config(

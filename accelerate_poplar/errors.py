@@ -20,6 +20,9 @@ from collections.abc import Iterable
 class PoplarError(Exception):
     """Base class of all errors raised by accelerate_poplar."""
 
+    problems: tuple[str, ...] = ()
+    """The single problems of an error that reports several at once."""
+
 
 class ConfigError(PoplarError, ValueError):
     """A setting is unknown, out of range or contradicts another one."""
@@ -56,10 +59,10 @@ def raise_together(problems: Iterable[str], error: type[PoplarError] = ConfigErr
         problems: One sentence or short paragraph per problem.
         error: The class to raise.
     """
-    found = list(problems)
+    found = tuple(problems)
     if not found:
         return
-    if len(found) == 1:
-        raise error(found[0])
     listing = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(found, start=1))
-    raise error(f"{len(found)} problems, all to be fixed:\n{listing}")
+    raised = error(found[0] if len(found) == 1 else f"{len(found)} problems, all to be fixed:\n{listing}")
+    raised.problems = found
+    raise raised

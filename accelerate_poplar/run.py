@@ -1,0 +1,292 @@
+"""One run on unequal ranks: settings in, plan and weights out. `PoplarTrainer` and `PoplarAccelerator` stand on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from .comm import Ranks, agree, connect, decide
+from .config import EmulationConfig, PoplarConfig
+from .console import ProfilingProgress, say, warn
+from .emulation import Emulation
+from .errors import RankError
+from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
+from .plan import Plan
+from .planning import BatchRequest, candidate_stages, find_shared_plan
+from .probe_data import ProbeData, sequence_length
+from .profiles import ClusterProfile
+from .report import print_plan
+from .rng import preserved_rng
+from .weighting import StepWeigher
+
+PROFILE_FILE_NAME = "profiles.json"
+PROBE_ROWS = 3
+PROBE_TOKENS = 64
+GIB = 1024**3
+
+
+class Host(Protocol):
+    """What a run needs of the trainer or loop it serves."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, not yet wrapped."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype the model computes in."""
+
+    @property
+    def shifts_labels(self) -> bool:
+        """True where the loss predicts each token from the ones before it."""
+
+    def loss(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
+        """The scalar loss of one micro-batch, as in training."""
+
+    def count(self, batch: Any) -> int | None:
+        """Items of a micro-batch as the host counts them for a loss that asks; None: it does not."""
+
+
+class PoplarRun:
+    """State of one run on one rank.
+
+    Args:
+        config: The settings.
+        emulation: Emulated ranks, if any.
+        batch: The batch figures without Poplar.
+        deepspeed_config: The DeepSpeed config as the user wrote it.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: PoplarConfig,
+        emulation: EmulationConfig,
+        batch: BatchRequest,
+        deepspeed_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.emulation_config = emulation
+        self.batch = batch
+        self.deepspeed_config = dict(deepspeed_config or {})
+        self.ranks: Ranks = connect(config.timeout_s)
+        self.plan: Plan | None = None
+        self.profile: ClusterProfile | None = None
+        self.loss_rule: LossRule | None = None
+        self.weigher: StepWeigher | None = None
+        self.step_times_s: list[float] = []
+        self._emulation = self._make_emulation()
+        self._device = torch.device("cpu")
+
+    # ---- before training ----------------------------------------------------------------------------------------
+
+    def prepare(self, host: Host, *, dataset: Any, collate: Callable[[list[Any]], Any], resumed: Plan | None) -> Plan:
+        """Agree on the loss, profile where needed, and plan; a collective call.
+
+        Args:
+            host: The trainer or loop.
+            dataset: The map-style training dataset.
+            collate: Its collate function.
+            resumed: The plan of the checkpoint that training continues from, if any.
+
+        Returns:
+            The plan, the same on every rank.
+        """
+        self._device = host.device
+        data = ProbeData(dataset, collate)
+        stages = candidate_stages(self.config, self.deepspeed_config, partitioned_model=is_partitioned(host.model))
+        global_batch_size = self.batch.global_batch_size(self.config, resumed=resumed)
+        if self._emulation is not None:
+            self._emulation.attach(host.model)
+        with whole_parameters(host.model):
+            self.loss_rule = self._agree_on_loss(host, data)
+        plan, self.profile = find_shared_plan(
+            ranks=self.ranks,
+            config=self.config,
+            batch=self.batch,
+            stages=stages,
+            global_batch_size=global_batch_size,
+            profile=lambda wanted: self._measure(host, data, wanted, global_batch_size),
+        )
+        agree(self.ranks, plan.digest, "the plan")
+        self.plan = plan
+        count = self._counter(host)
+        self.weigher = StepWeigher(
+            rule=self.loss_rule,
+            world_size=self.ranks.world_size,
+            zero_stage=plan.zero_stage,
+            ghost=data.ghost(count),
+            sum_over_ranks=self.sum_over_ranks,
+            count=count,
+        )
+        if self.ranks.rank == 0:
+            print_plan(plan, self.profile, emulated=self.emulation_config.active)
+        return plan
+
+    def _agree_on_loss(self, host: Host, data: ProbeData) -> LossRule:
+        rule = decide(self.ranks, lambda: self._watch_loss(host, data))
+        if rule.kind == UNKNOWN and self.ranks.rank == 0:
+            warn(
+                "this loss is neither a mean over rows or tokens nor a sum: it depends on which rows share a "
+                f"micro-batch, so no split of the batch is exact. Its micro-batches are weighted by {rule.items}."
+            )
+        return rule
+
+    def _watch_loss(self, host: Host, data: ProbeData) -> LossRule:
+        batch = _shortened(data.rows(PROBE_ROWS))
+        model = host.model
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+        modes = {module: module.training for module in model.modules()}
+        model.eval()
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        try:
+            with preserved_rng():
+                return find_loss_rule(
+                    lambda rows, count: host.loss(model, _moved(rows, device), count),
+                    batch,
+                    world_size=self.ranks.world_size,
+                    shifts_labels=host.shifts_labels,
+                    relative_noise=5e-3 if half else 1e-5,
+                )
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    def _measure(self, host: Host, data: ProbeData, stages: tuple[int, ...], global_batch_size: int) -> ClusterProfile:
+        from .measure import profile_cluster
+
+        count = self._counter(host)
+
+        def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+            honoured = self.loss_rule.kind == HONOURED
+            items = torch.tensor(max(1, count(batch)), device=self._device) if honoured else None
+            return host.loss(model, batch, items)
+
+        with ProfilingProgress(active=self.ranks.rank == 0, world_size=self.ranks.world_size) as progress:
+            return profile_cluster(
+                model=host.model,
+                loss_fn=loss_fn,
+                make_batch=data.longest,
+                ranks=self.ranks,
+                device=host.device,
+                dtype=host.dtype,
+                zero_stages=stages,
+                largest_micro_batch=global_batch_size,
+                user_caps=self.config.caps_by_rank(self.ranks.world_size),
+                memory_fraction=self.config.memory_fraction_of(self.ranks.rank),
+                budget_s=self.config.profile_budget_s,
+                relative_error=self.config.profile_relative_error,
+                model_name=model_name(host.model),
+                seq_len=sequence_length(data.rows(1)),
+                progress=progress,
+                emulation=self._emulation,
+            )
+
+    def _counter(self, host: Host) -> Callable[[Any], int]:
+        rule = self.loss_rule
+
+        def count(batch: Any) -> int:
+            by_host = host.count(batch) if rule.kind == HONOURED else None
+            return rule.count(batch) if by_host is None else by_host
+
+        return count
+
+    def _make_emulation(self) -> Emulation | None:
+        config, rank = self.emulation_config, self.ranks.rank
+        if not config.active:
+            return None
+        return Emulation(
+            slowdown=config.slowdown[rank] if config.slowdown else 1.0,
+            memory_bytes=int(config.memory_gib[rank] * GIB) if config.memory_gib else None,
+        )
+
+    # ---- while training -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def micro_step(self, model: nn.Module) -> Iterator[None]:
+        """Around each forward and backward pass; names the rank where it runs out of memory.
+
+        Raises:
+            RankError: The device is out of memory.
+        """
+        cap = self._emulation.memory_cap() if self._emulation is not None else nullcontext()
+        try:
+            with cap:
+                yield
+        except torch.OutOfMemoryError as error:
+            sizes = list(self.plan.ranks[self.ranks.rank].micro_batch_sizes) if self.plan else []
+            raise RankError(
+                f"rank {self.ranks.rank}: out of memory while running micro-batches of {sizes} samples ({error}). "
+                "Lower max_micro_batch_size or memory_fraction for this rank in the Poplar settings."
+            ) from error
+
+    def sum_over_ranks(self, value: int) -> int:
+        """The sum of one whole number over all ranks; a collective call on the training device."""
+        if self.ranks.world_size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.int64, device=self._device)
+        torch.distributed.all_reduce(total)
+        return int(total.item())
+
+    def save(self, folder: str | Path) -> None:
+        """Write the plan, and the profile where there is one, to a folder."""
+        self.plan.save(folder)
+        if self.profile is not None:
+            self.profile.save(Path(folder) / PROFILE_FILE_NAME)
+
+    def say(self, text: str) -> None:
+        """One line on rank 0."""
+        if self.ranks.rank == 0:
+            say(text)
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """True for a model created under `deepspeed.zero.Init`: its parameters are spread over the ranks."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+@contextmanager
+def whole_parameters(model: nn.Module) -> Iterator[None]:
+    """Gather the parameters of a model created under `deepspeed.zero.Init`; a collective call in that case only."""
+    if not is_partitioned(model):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        yield
+
+
+def model_name(model: nn.Module) -> str:
+    """A label for the model: its config's name or type, else its class."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", "") or getattr(config, "model_type", "")
+    return str(name or type(model).__name__)
+
+
+def _shortened(batch: Any) -> Any:
+    """At most `PROBE_TOKENS` tokens a row: what a loss averages over does not depend on the length."""
+    length = sequence_length(batch)
+    if length <= PROBE_TOKENS:
+        return batch
+    return {
+        key: value[:, :PROBE_TOKENS]
+        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == length
+        else value
+        for key, value in batch.items()
+    }
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    from accelerate.utils import send_to_device
+
+    return send_to_device(batch, device)

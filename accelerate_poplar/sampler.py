@@ -1,0 +1,233 @@
+"""Which samples a rank runs in which micro-step.
+
+Optimizer step k takes the samples at positions [k*G, (k+1)*G) of the epoch's global order, G being the global batch
+size. The plan only cuts that slice into pieces: rank after rank, and within a rank micro-batch after micro-batch. So
+neither the plan nor the number of ranks decides which samples a step sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import DataError, PlanError
+from .plan import LOCK_STEP_STAGES, Plan
+
+IndexArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepIndices:
+    """One rank's part of one optimizer step."""
+
+    step: int
+    """Number of the optimizer step within the epoch, from 0."""
+    num_samples: int
+    """Samples of this optimizer step over all ranks."""
+    micro_batches: tuple[tuple[int, ...], ...]
+    """Dataset indices per micro-step; an empty entry = a micro-step of weight 0."""
+
+    def indices(self) -> list[int]:
+        """All dataset indices of this rank's part, in order."""
+        return [index for micro_batch in self.micro_batches for index in micro_batch]
+
+
+def num_steps(num_samples: int, global_batch_size: int, *, drop_last: bool) -> int:
+    """Optimizer steps of one epoch over `num_samples` samples.
+
+    Raises:
+        DataError: There would be no step at all.
+    """
+    if num_samples < 1:
+        raise DataError("the training dataset is empty: there is nothing to train on.")
+    full, rest = divmod(num_samples, global_batch_size)
+    steps = full if drop_last else full + (rest > 0)
+    if steps == 0:
+        raise DataError(
+            f"the training dataset has {num_samples} samples, fewer than one global batch of {global_batch_size}, and "
+            "drop_last discards the incomplete batch: not one step would be run. Turn drop_last off "
+            f"(dataloader_drop_last for a Trainer) or lower the global batch size to at most {num_samples}."
+        )
+    return steps
+
+
+def micro_batch_sizes_for(plan: Plan, num_samples: int) -> tuple[tuple[int, ...], ...]:
+    """Every rank's micro-batch sizes for a step with `num_samples` samples.
+
+    A full step gets the plan as it is. A shorter one (the last of an epoch) keeps the plan's proportions, never exceeds
+    one of its micro-batches, and drops the micro-steps nobody needs.
+
+    Args:
+        plan: The plan in force.
+        num_samples: Samples of the step, 1 to the plan's global batch size.
+
+    Returns:
+        One tuple per rank; each has at least one entry, at ZeRO-2/3 all have equally many.
+
+    Raises:
+        PlanError: `num_samples` is out of range.
+    """
+    sizes = tuple(rank.micro_batch_sizes for rank in plan.ranks)
+    if num_samples == plan.global_batch_size:
+        return sizes
+    if not 1 <= num_samples <= plan.global_batch_size:
+        raise PlanError(f"a step of {num_samples} samples does not fit a global batch of {plan.global_batch_size}.")
+    if plan.zero_stage in LOCK_STEP_STAGES:
+        return _cut_by_micro_step(sizes, num_samples)
+    return _cut_by_rank(sizes, num_samples)
+
+
+def _cut_by_micro_step(sizes: Sequence[tuple[int, ...]], num_samples: int) -> tuple[tuple[int, ...], ...]:
+    columns: list[list[int]] = []
+    left = num_samples
+    for column in zip(*sizes, strict=True):
+        if left == 0:
+            break
+        columns.append(_share_out(left, column))
+        left -= sum(columns[-1])
+    return tuple(zip(*columns, strict=True))
+
+
+def _cut_by_rank(sizes: Sequence[tuple[int, ...]], num_samples: int) -> tuple[tuple[int, ...], ...]:
+    shares = _share_out(num_samples, [sum(rank) for rank in sizes])
+    cut: list[tuple[int, ...]] = []
+    for rank, left in zip(sizes, shares, strict=True):
+        kept: list[int] = []
+        for size in rank:
+            if left == 0:
+                break
+            kept.append(min(size, left))
+            left -= kept[-1]
+        cut.append(tuple(kept) or (0,))
+    return tuple(cut)
+
+
+def _share_out(total: int, capacities: Sequence[int]) -> list[int]:
+    """Split `total` in proportion to `capacities` (largest remainder), or hand out all of them if they are fewer."""
+    whole = sum(capacities)
+    if whole <= total:
+        return list(capacities)
+    shares = [total * capacity // whole for capacity in capacities]
+    by_remainder = sorted(range(len(capacities)), key=lambda i: (-(total * capacities[i] % whole), i))
+    for i in by_remainder[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+class PlanSampler:
+    """A batch sampler whose "batch" is one rank's part of one optimizer step.
+
+    All ranks iterate equally many steps, whatever the plan. The plan can be changed from a given step on.
+
+    Args:
+        plan: The plan to start with.
+        rank: This rank.
+        num_samples: Samples of one epoch.
+        order: Epoch number -> all dataset indices in the epoch's global order; the same on every rank.
+        drop_last: Leave out a last, incomplete optimizer step.
+
+    Raises:
+        DataError: An epoch would have no step.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        num_samples: int,
+        order: Callable[[int], IndexArray],
+        drop_last: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.num_samples = num_samples
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.skipped_steps = 0
+        self._order = order
+        self._plans: list[tuple[int, int, Plan]] = [(0, 0, plan)]
+        self._num_steps = num_steps(num_samples, plan.global_batch_size, drop_last=drop_last)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was set last."""
+        return self._plans[-1][2]
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per full optimizer step over all ranks."""
+        return self.plan.global_batch_size
+
+    @property
+    def batch_size(self) -> int:
+        """The global batch size, for code that asks a batch sampler for its batch size."""
+        return self.global_batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration follows."""
+        self.epoch = epoch
+
+    def skip_steps(self, steps: int) -> None:
+        """Let the next iteration yield None for its first `steps` steps, at no cost.
+
+        A resumed run counts them off (as accelerate's `skip_first_batches` does) instead of building them.
+        """
+        self.skipped_steps = steps
+
+    def set_plan(self, plan: Plan, *, from_step: int, epoch: int | None = None) -> None:
+        """Change the plan from a step on.
+
+        Args:
+            plan: The new plan, of the same global batch size.
+            from_step: First step within the epoch that follows it; must be the same on every rank.
+            epoch: The epoch of `from_step`; None: the current one.
+
+        Raises:
+            PlanError: The global batch size or the number of ranks differs.
+        """
+        old = self.plan
+        if plan.global_batch_size != old.global_batch_size or plan.world_size != old.world_size:
+            raise PlanError(
+                f"the new plan is for {plan.global_batch_size} samples on {plan.world_size} ranks, the run has "
+                f"{old.global_batch_size} on {old.world_size}; a plan may not change what is computed."
+            )
+        self._plans.append((self.epoch if epoch is None else epoch, from_step, plan))
+
+    def plan_for(self, step: int) -> Plan:
+        """The plan in force at a step of the current epoch."""
+        reached = [plan for epoch, first, plan in self._plans if (epoch, first) <= (self.epoch, step)]
+        return reached[-1]
+
+    def step_samples(self, step: int) -> int:
+        """Samples of a step over all ranks."""
+        return min(self.global_batch_size, self.num_samples - step * self.global_batch_size)
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.skipped_steps = self.skipped_steps, 0
+        order = self._order(self.epoch)
+        if len(order) != self.num_samples:
+            raise DataError(
+                f"the sampler produced {len(order)} indices for epoch {self.epoch}, it had announced "
+                f"{self.num_samples}. A sampler's length and its output must agree."
+            )
+        for _ in range(first):
+            yield None
+        for step in range(first, self._num_steps):
+            yield self._step(step, order)
+
+    def _step(self, step: int, order: IndexArray) -> StepIndices:
+        count = self.step_samples(step)
+        sizes = micro_batch_sizes_for(self.plan_for(step), count)
+        start = step * self.global_batch_size + sum(sum(rank) for rank in sizes[: self.rank])
+        micro_batches: list[tuple[int, ...]] = []
+        for size in sizes[self.rank]:
+            micro_batches.append(tuple(order[start : start + size].tolist()))
+            start += size
+        return StepIndices(step=step, num_samples=count, micro_batches=tuple(micro_batches))

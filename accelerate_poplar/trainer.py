@@ -1,0 +1,330 @@
+"""`PoplarTrainer`: the Hugging Face `Trainer` on unequal ranks.
+
+To the stock loop, one optimizer step is one "batch": a `StepBatch` of this rank's micro-batches. So every rank counts the
+same steps whatever its number of micro-steps, and the host's step, epoch, schedule and resume logic stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import seed_worker
+
+from .arguments import PoplarTrainingArguments
+from .checks import check_run
+from .config import EmulationConfig, PoplarConfig, resolve_config
+from .host import prepare_arguments
+from .loader import HostOrder, PoplarDataLoader, StepBatch, build_loader
+from .plan import PLAN_FILE_NAME, Plan
+from .planning import BatchRequest
+from .run import PoplarRun
+from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
+from .weighting import MicroStep, WeightedStep, unchanged_statistics
+
+
+class TrainerHost:
+    """A trainer as `PoplarRun` sees it (`run.Host`)."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, not yet wrapped."""
+        return self._trainer.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._trainer.args.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype DeepSpeed will run the model in; fp32 without DeepSpeed."""
+        plugin = self._trainer.accelerator.state.deepspeed_plugin if self._trainer.is_deepspeed_enabled else None
+        return torch.float32 if plugin is None else plugin.hf_ds_config.dtype()
+
+    @property
+    def shifts_labels(self) -> bool:
+        """True for causal language models, as the host finds out."""
+        return self._trainer._loss_shifts_labels
+
+    def loss(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
+        """`compute_loss` of the trainer, without its scaling by the number of ranks."""
+        trainer, args = self._trainer, self._trainer.args
+        before, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+        try:
+            with trainer.compute_loss_context_manager():
+                inputs = trainer._prepare_inputs(dict(batch) if isinstance(batch, Mapping) else batch)
+                return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+        finally:
+            args.average_tokens_across_devices = before
+
+    def count(self, batch: Any) -> int | None:
+        """The host's own `num_items_in_batch` of one micro-batch."""
+        trainer, args = self._trainer, self._trainer.args
+        before, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+        try:
+            items = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+        finally:
+            args.average_tokens_across_devices = before
+        return None if items is None else int(items)
+
+
+class PoplarTrainerMixin:
+    """Puts any `Trainer` subclass on unequal ranks; `PoplarTrainer` is this over the stock `Trainer`.
+
+    Args:
+        poplar_config: Settings: a `PoplarConfig`, a mapping, or the path of a YAML or JSON file. None: see
+            `resolve_config` for where else they come from.
+
+    Every other argument is the wrapped trainer's.
+
+    Raises:
+        ConfigError: Settings contradict each other, the training arguments or the number of ranks; all at once, before
+            anything is built or measured.
+        DataError: The training dataset is empty or cannot be indexed.
+    """
+
+    def __init__(
+        self, *args: Any, poplar_config: PoplarConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
+    ) -> None:
+        bound = inspect.signature(super().__init__).bind(*args, **kwargs)
+        if bound.arguments.get("args") is None:
+            bound.arguments["args"] = TrainingArguments(output_dir="tmp_trainer")
+        training_args = bound.arguments["args"]
+        prepare_arguments(training_args)
+        deepspeed_config = original_deepspeed_config(training_args)
+        flags = training_args.poplar_overrides() if isinstance(training_args, PoplarTrainingArguments) else None
+        if poplar_config is None and isinstance(training_args, PoplarTrainingArguments):
+            poplar_config = training_args.poplar_config
+        config = resolve_config(poplar_config, deepspeed_config=deepspeed_config, overrides=flags)
+        batch = BatchRequest(
+            per_device_micro_batch_size=training_args.per_device_train_batch_size,
+            gradient_accumulation_steps=training_args.gradient_accumulation_steps,
+            world_size=training_args.world_size,
+        )
+        emulation = EmulationConfig.from_environment()
+        check_run(
+            config=config,
+            emulation=emulation,
+            args=training_args,
+            batch=batch,
+            deepspeed_config=deepspeed_config,
+            train_dataset=bound.arguments.get("train_dataset"),
+        )
+        use_deepspeed(training_args, config)
+        self.poplar = PoplarRun(
+            config=config, emulation=emulation, batch=batch, deepspeed_config=deepspeed_config or {}
+        )
+        self._poplar_samples_seen = 0
+        self._poplar_step: WeightedStep | None = None
+        super().__init__(*bound.args, **bound.kwargs)
+
+    # ---- set-up -------------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the wrapped trainer, then put the DeepSpeed config's batch keys into the plan's hands."""
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled:
+            refresh_deepspeed(self.accelerator, self.args)
+
+    def poplar_prepare(self, resumed: Plan | None = None) -> Plan:
+        """Profile and plan, once; a collective call. Training calls it by itself.
+
+        Args:
+            resumed: The plan of the checkpoint that training continues from.
+
+        Returns:
+            The plan of the run.
+        """
+        if self.poplar.plan is None:
+            dataset, collate = self._poplar_data()
+            self.poplar.prepare(TrainerHost(self), dataset=dataset, collate=collate, resumed=resumed)
+            if self.is_deepspeed_enabled:
+                use_plan(self.accelerator, self.poplar)
+            if self.is_world_process_zero():
+                os.makedirs(self.args.output_dir, exist_ok=True)
+                self.poplar.save(self.args.output_dir)
+        return self.poplar.plan
+
+    def get_train_dataloader(self) -> PoplarDataLoader:
+        """A loader whose items are this rank's micro-batches of one optimizer step."""
+        if self.train_dataset is None:
+            raise ValueError("PoplarTrainer: training requires a train_dataset.")
+        plan = self.poplar_prepare()
+        dataset, collate = self._poplar_data()
+        order = HostOrder(
+            self._get_train_sampler(dataset),
+            ranks=self.poplar.ranks,
+            data_seed=self.args.data_seed,
+            seedable=self.args.accelerator_config.use_seedable_sampler,
+        )
+        workers = self.args.dataloader_num_workers
+        return build_loader(
+            dataset,
+            plan=plan,
+            rank=self.poplar.ranks.rank,
+            order=order,
+            collate_fn=collate,
+            drop_last=self.args.dataloader_drop_last,
+            loader_kwargs={
+                "num_workers": workers,
+                "pin_memory": self.args.dataloader_pin_memory and torch.accelerator.is_available(),
+                "persistent_workers": self.args.dataloader_persistent_workers,
+                "multiprocessing_context": self.args.dataloader_multiprocessing_context if workers else None,
+                "prefetch_factor": self.args.dataloader_prefetch_factor if workers else None,
+                "worker_init_fn": partial(seed_worker, num_workers=workers, rank=self.args.process_index),
+            },
+        )
+
+    def _poplar_data(self) -> tuple[Any, Any]:
+        import datasets
+
+        dataset = self.train_dataset
+        if isinstance(dataset, datasets.Dataset):
+            return self._remove_unused_columns(dataset, description="Training"), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description="Training")
+
+    # ---- the host's training loop -------------------------------------------------------------------------------
+
+    def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        resumed = None
+        if resume_from_checkpoint is not None and (Path(resume_from_checkpoint) / PLAN_FILE_NAME).is_file():
+            resumed = Plan.load(resume_from_checkpoint)
+        self.poplar_prepare(resumed)
+        self._poplar_samples_seen = 0
+        with self._one_batch_per_step():
+            return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    @contextmanager
+    def _one_batch_per_step(self) -> Iterator[None]:
+        """The loop sees one batch per optimizer step; the accumulation is in the plan."""
+        self.args.gradient_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            self.args.gradient_accumulation_steps = self.poplar.batch.gradient_accumulation_steps
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """The global batch size of the plan."""
+        plan = self.poplar.plan
+        return super().get_total_train_batch_size(args) if plan is None else plan.global_batch_size
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        loader = kwargs.get("train_dataloader")
+        resuming = kwargs.get("resume_from_checkpoint") is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+        if isinstance(loader, PoplarDataLoader) and resuming and not self.args.ignore_data_skip:
+            loader.plan_sampler.skip_steps(kwargs["steps_trained_in_current_epoch"])
+        return super()._run_epoch(*args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """This rank's part of one optimizer step, and the number of items in the whole step; a collective call."""
+        step = next(epoch_iterator, None)
+        if not isinstance(step, StepBatch):
+            return ([] if step is None else [step]), None
+        self._poplar_step = self.poplar.weigher.weigh(step)
+        self._poplar_samples_seen += step.num_samples
+        return [step], torch.tensor(self._poplar_step.total_items, device=device)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """All micro-steps of one optimizer step; returns this rank's weighted loss.
+
+        The mean of the returned value over the ranks is the loss of the whole global batch.
+        """
+        if not isinstance(inputs, StepBatch):
+            return super().training_step(model, inputs, num_items_in_batch)
+        started = time.perf_counter()
+        micro_steps = self._poplar_step.micro_steps
+        total = torch.zeros((), device=self.args.device)
+        for number, micro_step in enumerate(micro_steps, start=1):
+            last = number == len(micro_steps)
+            self.accelerator.gradient_state._set_sync_gradients(last)
+            run = partial(super().training_step, model, self._poplar_inputs(micro_step), num_items_in_batch)
+            with self._weighted(micro_step), self.poplar.micro_step(model), self._deferred_reduction(model, last):
+                total = total + run().to(total.dtype)
+            if not last:
+                self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+        self.poplar.step_times_s.append(time.perf_counter() - started)
+        return total
+
+    def _poplar_inputs(self, micro_step: MicroStep) -> Any:
+        # compute_loss may take labels out of the mapping it is given; the ghost batch is used again.
+        return dict(micro_step.batch) if isinstance(micro_step.batch, Mapping) else micro_step.batch
+
+    @contextmanager
+    def _weighted(self, micro_step: MicroStep) -> Iterator[None]:
+        """Let the stock training step multiply its loss by the micro-step's weight."""
+        before = (self.loss_is_scaled_for_ga, self.args.average_tokens_across_devices)
+        self.loss_is_scaled_for_ga = False
+        self.current_gradient_accumulation_steps = 1.0 / micro_step.weight if micro_step.weight else float("inf")
+        self.args.average_tokens_across_devices = False
+        try:
+            with unchanged_statistics(self.model, active=micro_step.weight == 0.0):
+                yield
+        finally:
+            self.loss_is_scaled_for_ga, self.args.average_tokens_across_devices = before
+
+    @contextmanager
+    def _deferred_reduction(self, model: nn.Module, last: bool) -> Iterator[None]:
+        if last or self.is_deepspeed_enabled:
+            yield
+        else:
+            with self.accelerator.no_sync(model):
+                yield
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Floating-point operations of this rank's micro-batches, as the wrapped trainer counts them."""
+        batches = inputs.micro_batches if isinstance(inputs, StepBatch) else [inputs]
+        return sum(super(PoplarTrainerMixin, self).floating_point_ops(batch) for batch in batches if batch is not None)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if not isinstance(inputs, StepBatch):
+            super()._track_num_input_tokens(inputs)
+            return
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        name = getattr(self.model, "main_input_name", "input_ids")
+        masked = self.args.include_num_input_tokens_seen == "non_padding"
+        tokens = 0
+        for batch in inputs.micro_batches:
+            if batch is not None and name in batch:
+                by_mask = masked and batch.get("attention_mask") is not None
+                tokens += int(batch["attention_mask"].sum()) if by_mask else batch[name].numel()
+        self.state.num_input_tokens_seen += self.poplar.sum_over_ranks(tokens)
+
+    # ---- ends ---------------------------------------------------------------------------------------------------
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        # The stock loop adds rank 0's own remainder to a loss that was averaged over the ranks up to there.
+        self._tr_loss = self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean()
+        steps = self.state.global_step - self._initial_global_step
+        if steps > 0:
+            # The stock formula takes the share of `steps` in max_steps; this makes the result the samples really run.
+            num_train_samples = self._poplar_samples_seen * max(self.state.max_steps, 1) / steps
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        accumulation = self.args.gradient_accumulation_steps
+        self.args.gradient_accumulation_steps = self.poplar.batch.gradient_accumulation_steps
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.gradient_accumulation_steps = accumulation
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.is_world_process_zero() and folder.is_dir():
+            self.poplar.save(folder)
+
+
+class PoplarTrainer(PoplarTrainerMixin, Trainer):
+    """`Trainer` on unequal ranks. See `PoplarTrainerMixin`."""
