@@ -1,0 +1,270 @@
+"""Memory known before it is tried: activations from fake tensors, training state from a formula.
+
+Peak of a training step = state of the ZeRO stage + activations of one micro-batch. The activations are linear in
+the micro-batch size from 2 samples on (weights' temporaries and other constants make the intercept), so that three
+fake runs describe every size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from .allocations import AllocationCounter
+from .errors import PoplarError
+
+LossFunction = Callable[[nn.Module, Any], torch.Tensor]
+MakeBatch = Callable[[int], Any]
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Compute dtypes a profile can be taken in, with the names used in its JSON form."""
+
+
+class PredictionUnavailableError(PoplarError):
+    """The model cannot be run on fake tensors; its memory has to be measured instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Parameter counts that decide the training state."""
+
+    trainable: int
+    """Parameters with a gradient."""
+    frozen: int
+    """Parameters without."""
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.trainable + self.frozen
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """Bytes of training state one rank holds throughout a run."""
+
+    parameters: int
+    """Weights in the compute dtype."""
+    gradients: int
+    """Gradients that live from one micro-step to the next."""
+    optimizer: int
+    """fp32 master copy and optimizer moments."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationMemory:
+    """Bytes one micro-batch needs on top of parameters and gradients: exact at 1, linear from 2 on."""
+
+    one_sample: float
+    """At 1 sample."""
+    intercept: float
+    """Of the line for 2 samples and more; may be negative."""
+    slope: float
+    """Bytes per further sample; at least 0."""
+
+    def at(self, micro_batch_size: int) -> int:
+        """Bytes for `micro_batch_size` samples; 0 samples need 0."""
+        if micro_batch_size < 1:
+            return 0
+        if micro_batch_size == 1:
+            return round(self.one_sample)
+        return round(max(self.one_sample, self.intercept + self.slope * micro_batch_size))
+
+    def largest_within(self, bytes_available: float, ceiling: int) -> int:
+        """Largest micro-batch size up to `ceiling` whose activations fit; 0 when not even one sample does."""
+        if ceiling < 1 or self.at(1) > bytes_available:
+            return 0
+        low, high = 1, ceiling
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.at(middle) <= bytes_available else (low, middle - 1)
+        return low
+
+    def scaled(self, factor: float) -> ActivationMemory:
+        """The same line times `factor`."""
+        return replace(
+            self,
+            one_sample=self.one_sample * factor,
+            intercept=self.intercept * factor,
+            slope=self.slope * factor,
+        )
+
+    @classmethod
+    def fit(cls, bytes_by_size: Mapping[int, float]) -> ActivationMemory:
+        """A line through the sizes of 2 and more by least squares; one such point alone goes through the origin.
+
+        Args:
+            bytes_by_size: Activation bytes by micro-batch size; at least one entry.
+        """
+        many = {size: float(count) for size, count in bytes_by_size.items() if size >= 2}
+        smallest = min(bytes_by_size)
+        if not many:
+            one = float(bytes_by_size[smallest])
+            return cls(one_sample=one, intercept=0.0, slope=one)
+        mean_size = sum(many) / len(many)
+        mean_bytes = sum(many.values()) / len(many)
+        spread = sum((size - mean_size) ** 2 for size in many)
+        if spread:
+            slope = sum((size - mean_size) * (count - mean_bytes) for size, count in many.items()) / spread
+        else:
+            slope = mean_bytes / mean_size
+        slope = max(slope, 0.0)
+        intercept = mean_bytes - slope * mean_size
+        one = float(bytes_by_size.get(1, max(intercept + slope, 0.0)))
+        return cls(one_sample=one, intercept=intercept, slope=slope)
+
+
+def model_size(model: nn.Module) -> ModelSize:
+    """Count the parameters, tied ones once, those of a ZeRO-3 initialised model at their full size."""
+    counts = {True: 0, False: 0}
+    for parameter in model.parameters():
+        counts[parameter.requires_grad] += _full_shape(parameter).numel()
+    return ModelSize(trainable=counts[True], frozen=counts[False])
+
+
+def model_states(
+    size: ModelSize,
+    *,
+    dtype: torch.dtype,
+    zero_stage: int,
+    world_size: int,
+    optimizer_bytes_per_parameter: float | None = None,
+) -> ModelStates:
+    """Training state per rank, after Rajbhandari et al., ZeRO (SC 2020), section 3 and figure 1.
+
+    With c bytes per parameter of the compute dtype, T trainable and F frozen parameters and N ranks: parameters
+    c (T + F), gradients c T, optimizer k T with k = 12 in mixed precision (fp32 master, two moments) and, at stage
+    0 in fp32, k = 8 as there is no master copy; ZeRO keeps one also in fp32. Stage 1 divides the optimizer state by
+    N, stage 2 the gradients too, stage 3 the parameters too.
+
+    Args:
+        size: Parameter counts.
+        dtype: Compute dtype.
+        zero_stage: 0 to 3.
+        world_size: Number of ranks the stage shards over.
+        optimizer_bytes_per_parameter: Bytes of optimizer state per trainable parameter, fp32 master included;
+            None = AdamW.
+
+    Returns:
+        Bytes on one rank.
+    """
+    compute_bytes = torch.empty((), dtype=dtype).element_size()
+    if optimizer_bytes_per_parameter is None:
+        optimizer_bytes_per_parameter = 8.0 if zero_stage == 0 and compute_bytes == 4 else 12.0
+
+    def share(count: float, from_stage: int) -> int:
+        return round(count / world_size if zero_stage >= from_stage else count)
+
+    return ModelStates(
+        parameters=share(compute_bytes * size.total, 3),
+        gradients=share(compute_bytes * size.trainable, 2),
+        optimizer=share(optimizer_bytes_per_parameter * size.trainable, 1),
+    )
+
+
+def predict_activations(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    make_batch: MakeBatch,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: Sequence[int] = (1, 2, 4),
+) -> ActivationMemory:
+    """Activation memory from forward and backward passes on fake tensors; nothing is computed or allocated.
+
+    Args:
+        model: Not changed; may live anywhere, also as a ZeRO-3 initialised model with empty parameters.
+        loss_fn: Called as `loss_fn(model, batch)`, returns the scalar loss.
+        make_batch: Called with a size, returns a batch on the host.
+        device: Device the fake parameters are on.
+        dtype: Dtype of the fake floating-point parameters.
+        sizes: Micro-batch sizes to run.
+
+    Raises:
+        PredictionUnavailableError: The model looks at tensor values, or an operator has no fake form.
+    """
+    return ActivationMemory.fit(
+        {size: _fake_activation_bytes(model, loss_fn, make_batch(size), device, dtype) for size in sizes}
+    )
+
+
+def _fake_activation_bytes(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, device: torch.device, dtype: torch.dtype
+) -> int:
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as problem:
+        raise PredictionUnavailableError(f"this torch has no FakeTensorMode ({problem}).") from problem
+    counter = AllocationCounter(device_type=device.type)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_state(model, device, dtype) as state:
+            fake_batch = map_tensors(batch, lambda t: mode.from_tensor(t).to(device))
+            counter.know(state, count=True)
+            held = counter.live_bytes
+            with counter, torch.enable_grad():
+                loss_fn(model, fake_batch).backward()  # type: ignore[no-untyped-call]
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as problem:
+        raise PredictionUnavailableError(f"{type(problem).__name__}: {problem}") from problem
+    return counter.peak_bytes - held
+
+
+@contextlib.contextmanager
+def _fake_state(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
+    """Put fake parameters, gradients and buffers in place of the real ones; call under FakeTensorMode."""
+    fakes: dict[int, torch.Tensor] = {}
+    held: list[torch.Tensor] = []
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            shape = _full_shape(tensor)
+            twin = torch.empty(shape, dtype=kind, device=device)
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            held.append(twin)
+            if twin.requires_grad:
+                twin.grad = torch.empty_like(twin)
+                held.append(twin.grad)
+            fakes[id(tensor)] = twin
+        return fakes[id(tensor)]
+
+    saved = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        for module, parameters, buffers in saved:
+            module._parameters.update({k: fake(p) for k, p in parameters.items() if p is not None})  # type: ignore[misc]
+            module._buffers.update({k: fake(b) for k, b in buffers.items() if b is not None})
+        yield held
+    finally:
+        for module, parameters, buffers in saved:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _full_shape(tensor: torch.Tensor) -> torch.Size:
+    """Shape of a parameter before ZeRO-3 took it apart."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply `change` to every tensor in nested mappings, lists and tuples; other values are kept."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        return type(value)(changed) if type(value) is not dict else changed  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value
