@@ -11,7 +11,8 @@ from transformers import TrainingArguments
 from .config import EmulationConfig, PoplarConfig
 from .ds_config import batch_conflicts
 from .errors import ConfigError, DataError, raise_together
-from .planning import BatchRequest
+from .plan import Plan
+from .planning import BatchRequest, candidate_stages, plan_conflicts
 
 
 def check_run(
@@ -22,6 +23,7 @@ def check_run(
     batch: BatchRequest,
     deepspeed_config: Mapping[str, Any] | None,
     train_dataset: Any,
+    plan: Plan | None = None,
 ) -> None:
     """Raise one error that names everything contradictory about a run.
 
@@ -32,6 +34,7 @@ def check_run(
         batch: The batch figures without Poplar.
         deepspeed_config: The DeepSpeed config as the user wrote it, if there is one.
         train_dataset: The training dataset, if there is one.
+        plan: A plan made beforehand, if there is one.
 
     Raises:
         ConfigError: Settings contradict each other or the number of ranks.
@@ -40,9 +43,11 @@ def check_run(
     problems = [*config.check_world(batch.world_size), *emulation.check_world(batch.world_size)]
     problems += _host_conflicts(args)
     problems += _deepspeed_conflicts(deepspeed_config, args)
+    problems += plan_conflicts(plan, candidate_stages(config, deepspeed_config), batch.world_size)
     if not problems:
         try:
-            problems += batch_conflicts(deepspeed_config, global_batch_size=batch.global_batch_size(config))
+            global_batch_size = batch.global_batch_size(config, given=plan)
+            problems += batch_conflicts(deepspeed_config, global_batch_size=global_batch_size)
         except ConfigError as error:
             problems.append(str(error))
     raise_together(problems)

@@ -32,8 +32,11 @@ def start_gloo_state(timeout_s: float = 1800.0) -> PartialState:
     Args:
         timeout_s: Time limit of the group's collectives, in seconds.
     """
-    if PartialState._shared_state and PartialState().distributed_type == DistributedType.DEEPSPEED:
-        return PartialState()
+    if PartialState._shared_state:
+        state = PartialState()
+        # Asked for DeepSpeed without a backend, Accelerate has set up a state that believes it is alone.
+        if state.distributed_type == DistributedType.DEEPSPEED and state.backend is not None:
+            return state
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with deepspeed_switch():

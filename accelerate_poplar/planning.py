@@ -29,11 +29,13 @@ class BatchRequest:
     world_size: int
     """Number of ranks."""
 
-    def global_batch_size(self, config: PoplarConfig, *, resumed: Plan | None = None) -> int:
+    def global_batch_size(
+        self, config: PoplarConfig, *, resumed: Plan | None = None, given: Plan | None = None
+    ) -> int:
         """Samples per optimizer step.
 
-        Sizes by hand give their sum times the accumulation steps; else the setting; else what a resumed run had; else
-        what the run would have had without Poplar.
+        A given plan has its own; sizes by hand give their sum times the accumulation steps; else the setting; else what
+        a resumed run had; else what the run would have had without Poplar.
 
         Raises:
             ConfigError: Two of them contradict each other.
@@ -50,6 +52,12 @@ class BatchRequest:
                     "Remove global_batch_size, or change the sizes."
                 )
             asked = by_hand
+        if given is not None and asked is not None and asked != given.global_batch_size:
+            raise ConfigError(
+                f"the given plan is for a global batch of {given.global_batch_size} samples, the settings ask for "
+                f"{asked}. Remove one of the two."
+            )
+        asked = asked if given is None else given.global_batch_size
         if resumed is not None and asked is not None and asked != resumed.global_batch_size:
             raise ConfigError(
                 f"the checkpoint was trained with a global batch of {resumed.global_batch_size} samples, this run asks "
@@ -84,6 +92,23 @@ def candidate_stages(
             )
         return (3,)
     return stages
+
+
+def plan_conflicts(plan: Plan | None, stages: tuple[int, ...], world_size: int) -> list[str]:
+    """What about a plan made beforehand does not fit the run, one sentence each."""
+    if plan is None:
+        return []
+    problems = []
+    if plan.world_size != world_size:
+        problems.append(
+            f"the given plan is for {plan.world_size} ranks, the run has {world_size}. Plan again for this cluster."
+        )
+    if plan.zero_stage not in stages:
+        problems.append(
+            f"the given plan is for ZeRO stage {plan.zero_stage}, the settings ask for stage "
+            f"{' or '.join(str(stage) for stage in stages)}. Make the two equal."
+        )
+    return problems
 
 
 def plan_by_hand(sizes: Sequence[int], *, accumulation: int, zero_stage: int) -> Plan:
@@ -129,6 +154,7 @@ def find_shared_plan(
     stages: tuple[int, ...],
     global_batch_size: int,
     profile: Callable[[tuple[int, ...]], ClusterProfile],
+    given: Plan | None = None,
 ) -> tuple[Plan, ClusterProfile | None]:
     """The plan of a run, the same on every rank.
 
@@ -139,6 +165,7 @@ def find_shared_plan(
         stages: The ZeRO stages that may be used.
         global_batch_size: Samples per optimizer step.
         profile: Measures the cluster at the given stages; called on every rank, and only where a plan needs it.
+        given: A plan made beforehand.
 
     Returns:
         The plan, and the profile it was made from (None where nothing was measured).
@@ -146,6 +173,8 @@ def find_shared_plan(
     Raises:
         PlanError: No stage has room for the model, or a rank cannot be given its share.
     """
+    if given is not None:
+        return given, None
     if not config.enabled:
         plan = even_plan(
             global_batch_size=global_batch_size,

@@ -64,6 +64,7 @@ class PoplarRun:
         emulation: Emulated ranks, if any.
         batch: The batch figures without Poplar.
         deepspeed_config: The DeepSpeed config as the user wrote it.
+        given_plan: A plan made beforehand; nothing is profiled then.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class PoplarRun:
         emulation: EmulationConfig,
         batch: BatchRequest,
         deepspeed_config: Mapping[str, Any] | None = None,
+        given_plan: Plan | None = None,
     ) -> None:
         self.config = config
         self.emulation_config = emulation
         self.batch = batch
         self.deepspeed_config = dict(deepspeed_config or {})
+        self.given_plan = given_plan
         self.ranks: Ranks = connect(config.timeout_s)
         self.plan: Plan | None = None
         self.profile: ClusterProfile | None = None
@@ -104,7 +107,7 @@ class PoplarRun:
         self._device = host.device
         data = ProbeData(dataset, collate)
         stages = candidate_stages(self.config, self.deepspeed_config, partitioned_model=is_partitioned(host.model))
-        global_batch_size = self.batch.global_batch_size(self.config, resumed=resumed)
+        global_batch_size = self.batch.global_batch_size(self.config, resumed=resumed, given=self.given_plan)
         if self._emulation is not None:
             self._emulation.attach(host.model)
         with whole_parameters(host.model):
@@ -116,6 +119,7 @@ class PoplarRun:
             stages=stages,
             global_batch_size=global_batch_size,
             profile=lambda wanted: self._measure(host, data, wanted, global_batch_size),
+            given=self.given_plan,
         )
         agree(self.ranks, plan.digest, "the plan")
         self.plan = plan

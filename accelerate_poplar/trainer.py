@@ -87,6 +87,8 @@ class PoplarTrainerMixin:
     Args:
         poplar_config: Settings: a `PoplarConfig`, a mapping, or the path of a YAML or JSON file. None: see
             `resolve_config` for where else they come from.
+        poplar_plan: A plan made beforehand, or the path of one (as `accelerate-poplar plan` writes it); nothing is
+            profiled then, and its ZeRO stage and global batch size are the run's.
 
     Every other argument is the wrapped trainer's.
 
@@ -97,7 +99,11 @@ class PoplarTrainerMixin:
     """
 
     def __init__(
-        self, *args: Any, poplar_config: PoplarConfig | Mapping[str, Any] | str | Path | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        poplar_config: PoplarConfig | Mapping[str, Any] | str | Path | None = None,
+        poplar_plan: Plan | str | Path | None = None,
+        **kwargs: Any,
     ) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
         if bound.arguments.get("args") is None:
@@ -109,6 +115,7 @@ class PoplarTrainerMixin:
         if poplar_config is None and isinstance(training_args, PoplarTrainingArguments):
             poplar_config = training_args.poplar_config
         config = resolve_config(poplar_config, deepspeed_config=deepspeed_config, overrides=flags)
+        plan = poplar_plan if isinstance(poplar_plan, Plan) or poplar_plan is None else Plan.load(poplar_plan)
         batch = BatchRequest(
             per_device_micro_batch_size=training_args.per_device_train_batch_size,
             gradient_accumulation_steps=training_args.gradient_accumulation_steps,
@@ -117,6 +124,7 @@ class PoplarTrainerMixin:
         emulation = EmulationConfig.from_environment()
         check_run(
             config=config,
+            plan=plan,
             emulation=emulation,
             args=training_args,
             batch=batch,
@@ -125,7 +133,7 @@ class PoplarTrainerMixin:
         )
         use_deepspeed(training_args, config)
         self.poplar = PoplarRun(
-            config=config, emulation=emulation, batch=batch, deepspeed_config=deepspeed_config or {}
+            config=config, emulation=emulation, batch=batch, deepspeed_config=deepspeed_config or {}, given_plan=plan
         )
         self._poplar_samples_seen = 0
         self._poplar_step: WeightedStep | None = None
