@@ -19,6 +19,9 @@ FLOP/s (Whale), and DeepSpeed's equal shares."""
 
 ZeroStage = int | Literal["auto"]
 
+_NAMED_RANKS = 8
+"""Ranks a message names one by one."""
+
 
 def find_plan(
     profile: ClusterProfile,
@@ -50,7 +53,7 @@ def find_plan(
         InsufficientMemoryError: No rank (for "auto": not every rank at any profiled stage) can hold one sample.
         ProfileError: The stage was not profiled, or a rank's points cannot be a curve.
     """
-    _check_request(profile, global_batch_size, zero_stage, strategy, max_micro_batch_size)
+    check_request(profile, global_batch_size, zero_stage, strategy, max_micro_batch_size)
     if zero_stage != "auto":
         return _plan_stage(profile, global_batch_size, zero_stage, strategy, max_micro_batch_size)
     fitting = _fitting_stages(profile, max_micro_batch_size)
@@ -105,24 +108,38 @@ def _caps(stage: StageProfile, extra_caps: Sequence[int] | None) -> list[int]:
     return [min(own, extra) for own, extra in zip(stage.max_micro_batch_size, extra_caps, strict=True)]
 
 
+def misfits(profile: ClusterProfile, max_micro_batch_size: Sequence[int] | None = None) -> dict[int, tuple[int, ...]]:
+    """Ranks that cannot hold one sample, by profiled ZeRO stage; stages at which every rank fits are left out.
+
+    Args:
+        profile: What was measured.
+        max_micro_batch_size: Further caps, one per rank.
+    """
+    found = {
+        number: tuple(rank for rank, cap in enumerate(_caps(stage, max_micro_batch_size)) if cap == 0)
+        for number, stage in sorted(profile.zero_stages.items())
+    }
+    return {number: ranks for number, ranks in found.items() if ranks}
+
+
 def _fitting_stages(profile: ClusterProfile, extra_caps: Sequence[int] | None) -> list[int]:
-    fitting = [number for number, stage in sorted(profile.zero_stages.items()) if min(_caps(stage, extra_caps)) > 0]
+    refused = misfits(profile, extra_caps)
+    fitting = [number for number in sorted(profile.zero_stages) if number not in refused]
     if not fitting:
-        highest = max(profile.zero_stages)
-        caps = _caps(profile.stage(highest), extra_caps)
-        raise InsufficientMemoryError(
-            _nothing_fits(profile, highest, [rank for rank, cap in enumerate(caps) if cap == 0])
-        )
+        highest = max(refused)
+        raise InsufficientMemoryError(_nothing_fits(profile, highest, refused[highest]))
     return fitting
 
 
 def _nothing_fits(profile: ClusterProfile, zero_stage: int, ranks: Sequence[int]) -> str:
     lines = []
-    for number in ranks:
+    for number in ranks[:_NAMED_RANKS]:
         rank = profile.ranks[number]
         needed = rank.points[0].peak_memory_bytes if rank.points else 0
         more = f", of which one micro-batch takes {_gib(needed)} before model states" if needed else ""
         lines.append(f"rank {number} ({rank.device or 'device unknown'}, {_gib(rank.memory_bytes)}{more})")
+    if len(ranks) > _NAMED_RANKS:
+        lines.append(f"{len(ranks) - _NAMED_RANKS} more ranks")
     return (
         f"not a single sample fits at ZeRO stage {zero_stage} on {'; '.join(lines)}. Use a higher ZeRO stage, "
         "gradient checkpointing, shorter sequences or optimizer offload, or leave these ranks out."
@@ -133,13 +150,18 @@ def _gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _check_request(
+def check_request(
     profile: ClusterProfile,
     global_batch_size: int,
     zero_stage: ZeroStage,
     strategy: str,
     extra_caps: Sequence[int] | None,
 ) -> None:
+    """Refuse a request no plan can be made for, naming everything that is wrong; arguments as `find_plan`.
+
+    Raises:
+        PlanError: A setting is out of range, or the profile does not hold together.
+    """
     problems = []
     if isinstance(global_batch_size, bool) or not isinstance(global_batch_size, int) or global_batch_size < 1:
         problems.append(f"global_batch_size is {global_batch_size!r}; it must be a whole number of at least 1.")
