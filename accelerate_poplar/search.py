@@ -135,8 +135,13 @@ def _nothing_fits(profile: ClusterProfile, zero_stage: int, ranks: Sequence[int]
     lines = []
     for number in ranks[:_NAMED_RANKS]:
         rank = profile.ranks[number]
-        needed = rank.points[0].peak_memory_bytes if rank.points else 0
-        more = f", of which one micro-batch takes {_gib(needed)} before model states" if needed else ""
+        first = rank.points[0] if rank.points else None
+        more = ""
+        if first is not None and first.peak_memory_bytes:
+            more = (
+                f"; a micro-batch of {first.micro_batch_size} alone takes {_gib(first.peak_memory_bytes)}, optimizer "
+                "state not counted"
+            )
         lines.append(f"rank {number} ({rank.device or 'device unknown'}, {_gib(rank.memory_bytes)}{more})")
     if len(ranks) > _NAMED_RANKS:
         lines.append(f"{len(ranks) - _NAMED_RANKS} more ranks")
