@@ -25,8 +25,9 @@ from .errors import ConfigError, raise_together
 
 SECTION = "poplar"
 
-DESCRIPTION = """\
-usage: accelerate-poplar launch [--config FILE] [ACCELERATE OPTIONS] SCRIPT [SCRIPT ARGUMENTS]
+USAGE = "accelerate-poplar launch [--config FILE] [ACCELERATE OPTIONS] SCRIPT [SCRIPT ARGUMENTS]"
+DESCRIPTION = f"""\
+usage: {USAGE}
 
 Start a training script on all ranks: `accelerate launch`, plus Poplar's settings in the same YAML.
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         args: `arguments`, as given after `launch`.
 
     Returns:
-        0, or 1 when the script failed on any rank.
+        0; 1 when the script failed on any rank; 128 + its number when a signal ended the run.
 
     Raises:
         ConfigError: The config file is missing, broken or has unknown keys, or the script does not exist.
@@ -79,12 +80,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     # Imported here because they import torch, which the other subcommands and the help do not need.
     from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parsed = _parse(args.arguments)
-    if not (parsed.module or parsed.no_python) and not Path(parsed.training_script).is_file():
-        raise ConfigError(f"{parsed.training_script}: no such training script.")
     with _prepared(parsed):
+        if not (parsed.module or parsed.no_python) and not Path(parsed.training_script).is_file():
+            raise ConfigError(f"{parsed.training_script}: no such training script.")
         try:
             launch_command(parsed)
         except (ValueError, ConnectionError) as problem:
@@ -93,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         except (subprocess.CalledProcessError, ChildFailedError) as failure:
             print(f"accelerate-poplar launch: the training script failed.\n{failure}", file=sys.stderr)
             return 1
+        except SignalException as stopped:
+            return 128 + stopped.sigval
     return 0
 
 
@@ -101,6 +105,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
     parser = launch_command_parser()
     parser.prog = "accelerate-poplar launch"
+    parser.usage = USAGE
     parser.add_argument("--config", dest="config_file", default=None, help="The same as --config_file.")
     parsed: argparse.Namespace = parser.parse_args(arguments)
     return parsed

@@ -1,6 +1,9 @@
 r"""Train a BERT from scratch to fill in masked tokens, with Trainer changed to PoplarTrainer.
 
-accelerate launch --config_file configs/one_host_gpus.yaml examples/bert/train.py --size base --output_dir outputs/bert
+Run it with, for instance,
+
+    accelerate launch --config_file configs/one_host_gpus.yaml \
+        examples/bert/train.py --size base --output_dir outputs/bert
 """
 
 import math

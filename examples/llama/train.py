@@ -1,6 +1,9 @@
 r"""Train a Llama from scratch on packed rows of text, with Trainer changed to PoplarTrainer.
 
-accelerate launch --config_file configs/one_host_gpus.yaml examples/llama/train.py --size 0.5b --output_dir outputs/llama
+Run it with, for instance,
+
+    accelerate launch --config_file configs/one_host_gpus.yaml \
+        examples/llama/train.py --size 0.5b --output_dir outputs/llama
 """
 
 import math
