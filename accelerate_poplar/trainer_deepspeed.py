@@ -74,6 +74,8 @@ def use_plan(accelerator: Accelerator, run: PoplarRun) -> None:
     hf_config.config.update(filled)
     hf_config.set_stage_and_offload()
     _install(plugin, hf_config)
+    # Accelerate compares the two; with DeepSpeed it uses its own for nothing else.
+    accelerator.gradient_accumulation_steps = hf_config.config["gradient_accumulation_steps"]
     run.say(plan_summary(plan))
 
 

@@ -176,7 +176,9 @@ def reset_host() -> None:
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
-def arguments(output_dir: str, **overrides: Any) -> TrainingArguments:
+def arguments(
+    output_dir: str, *, arguments_class: type[TrainingArguments] = TrainingArguments, **overrides: Any
+) -> TrainingArguments:
     settings: dict[str, Any] = {
         "output_dir": output_dir,
         "max_steps": STEPS,
@@ -194,7 +196,7 @@ def arguments(output_dir: str, **overrides: Any) -> TrainingArguments:
         "label_names": ["labels"],
         "log_level": "error",
     }
-    return TrainingArguments(**(settings | overrides))
+    return arguments_class(**(settings | overrides))
 
 
 def train(
