@@ -1,0 +1,106 @@
+"""The core imports the standard library, numpy, scipy and PyYAML only; proved in a process of its own."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "accelerate_poplar"
+EDGE = {
+    "allocations",
+    "arguments",
+    "borrow",
+    "checks",
+    "cli",
+    "cli_plan",
+    "cli_simulate",
+    "collectives",
+    "comm",
+    "console",
+    "device",
+    "emulation",
+    "engine_cost",
+    "host",
+    "launch",
+    "loader",
+    "loss",
+    "measure",
+    "memory",
+    "planning",
+    "probe_data",
+    "report",
+    "rng",
+    "run",
+    "timeline",
+    "trainer",
+    "trainer_deepspeed",
+    "weighting",
+}
+"""Modules that may import torch and the host libraries. Every other module is core: a new one is, unless named here."""
+CORE = sorted({path.stem for path in PACKAGE.glob("*.py")} - EDGE - {"__init__"})
+ALLOWED = {"accelerate_poplar", "numpy", "scipy", "yaml"}
+
+CHILD = """
+import importlib, json, sys
+before = {name.partition(".")[0] for name in sys.modules}
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+# Modules without a spec were made by others (cython_runtime), not found and imported.
+after = {name.partition(".")[0] for name, module in sys.modules.items() if getattr(module, "__spec__", None)}
+print(json.dumps(sorted(after - before - set(sys.stdlib_module_names))))
+"""
+
+
+def foreign_imports(*modules: str) -> set[str]:
+    """The packages that importing modules brings in, beyond the standard library and what the core may use."""
+    result = subprocess.run([sys.executable, "-c", CHILD, *modules], capture_output=True, text=True, check=True)
+    # scipy and numpy load compiled helpers under private names of their own.
+    return {name for name in json.loads(result.stdout) if not name.startswith("_")} - ALLOWED
+
+
+def written_imports(path: Path) -> set[str]:
+    """The packages a file imports anywhere, also inside functions; ours as `.name`."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {f".{name}" for name in names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module).partition(".")[0])
+    return found
+
+
+def test_the_core_and_the_package_itself_import_no_foreign_package() -> None:
+    assert foreign_imports("accelerate_poplar", *(f"accelerate_poplar.{module}" for module in CORE)) == set()
+
+
+def test_the_core_is_there_and_the_edge_has_no_leftovers() -> None:
+    assert {"config", "curve", "ds_config", "errors", "metrics", "plan", "profiles", "sampler", "search"} <= set(CORE)
+    assert {module for module in EDGE if not (PACKAGE / f"{module}.py").is_file()} == set()
+
+
+def test_the_proof_can_fail() -> None:
+    assert "torch" in foreign_imports("accelerate_poplar.comm")
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_no_function_of_the_core_imports_the_edge(module: str) -> None:
+    allowed = ALLOWED | set(sys.stdlib_module_names) | {f".{name}" for name in CORE}
+    assert written_imports(PACKAGE / f"{module}.py") - allowed == set()
+
+
+def test_imports_inside_functions_are_seen(tmp_path: Path) -> None:
+    file = tmp_path / "late.py"
+    file.write_text("def f():\n    import torch.nn\n    from .comm import connect\n    from . import plan\n")
+    assert written_imports(file) == {"torch", ".comm", ".plan"}
+
+
+def test_planning_from_the_shell_needs_no_torch() -> None:
+    assert foreign_imports("accelerate_poplar.cli") <= {"rich", "markdown_it", "mdurl", "pygments"}
