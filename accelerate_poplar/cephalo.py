@@ -34,7 +34,7 @@ class CephaloResult:
     step_time_s: float
     """Seconds with uneven state."""
     even_state_step_time_s: float
-    """Seconds with even state, infinite when even state does not fit."""
+    """Seconds with even state; infinite when some rank has no room for its state and one sample."""
     max_micro_batch_size: tuple[int, ...]
     """Largest micro-batch per rank that uneven state makes room for."""
     state_fraction: tuple[float, ...]
@@ -72,7 +72,9 @@ def simulate_cephalo(cluster: Cluster, work: Workload, *, global_batch_size: int
     caps = _caps_within_pool(group_ranks(profile, alone), pool, cluster.world_size)
     left = [max(0.0, room - cap * per_sample) for room, cap in zip(usable, caps, strict=True)]
     even_caps = profile.stage(3).max_micro_batch_size
-    even = _best_time(group_ranks(profile, even_caps), global_batch_size, gather) if any(even_caps) else float("inf")
+    even = float("inf")
+    if min(even_caps) > 0:
+        even = _best_time(group_ranks(profile, even_caps), global_batch_size, gather)
     return CephaloResult(
         step_time_s=_best_time(group_ranks(profile, caps), global_batch_size, UNEVEN_COST * gather) + overhead,
         even_state_step_time_s=even + overhead,

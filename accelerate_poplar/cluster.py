@@ -116,7 +116,7 @@ def cluster_from_dict(data: Any, *, source: str = "cluster") -> Cluster:
     reader = _Reader(source)
     known = {"name", "description", "hosts", "devices", *_OPTIONAL, "inter_host_gbytes_per_s"}
     reader.refuse_unknown(data, known, "")
-    devices = _read_devices(reader, data.get("devices") or {})
+    devices = _read_devices(reader, data.get("devices", {}))
     hosts = _read_hosts(reader, data.get("hosts"), devices)
     inter = float("inf")
     if len(hosts) > 1 or "inter_host_gbytes_per_s" in data:
