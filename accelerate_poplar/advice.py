@@ -69,13 +69,13 @@ class Advice:
         lines = []
         if self.leave_out is not None:
             lines.append(
-                f"Leave out {_named(self.leave_out.ranks)}: {_change(self.now, self.leave_out)}. They cost more than "
-                "they bring."
+                f"Leave out {_named(self.leave_out.ranks)}: {_change(self.now, self.leave_out)}. More is lost by "
+                "waiting and communicating than is gained by computing there."
             )
         elif self.unused_ranks:
+            get = "gets" if len(self.unused_ranks) == 1 else "get"
             lines.append(
-                f"{_named(self.unused_ranks).capitalize()} get no samples: at this global batch the others are done "
-                "sooner without their help."
+                f"{_named(self.unused_ranks).capitalize()} {get} no samples: at this global batch the others are done sooner without that help."
             )
         best = min(self.stages, key=lambda option: option.step_time_s, default=self.now)
         if best.zero_stage != self.now.zero_stage and best.gain > 1.0 + WORTH_IT:
