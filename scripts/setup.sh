@@ -6,9 +6,12 @@ cd "$(dirname "$0")/.."
 
 extra="${1:-}"
 wanted="$(cat pyproject.toml constraints.txt | cksum)"
-if [ -x .venv/bin/python ] && [ "$(cat ".venv/ready-$extra" 2>/dev/null)" = "$wanted" ]; then
-    exit 0
-fi
+# An environment with an extra serves where none is asked for.
+for ready in ".venv/ready-$extra" ${extra:-.venv/ready-*}; do
+    if [ -x .venv/bin/python ] && [ "$(cat "$ready" 2>/dev/null)" = "$wanted" ]; then
+        exit 0
+    fi
+done
 
 python=""
 for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11; do
