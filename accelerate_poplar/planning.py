@@ -9,7 +9,7 @@ from typing import Any
 from .comm import Ranks, decide
 from .config import PoplarConfig
 from .ds_config import stage_of
-from .errors import ConfigError, PlanError
+from .errors import ConfigError, InsufficientMemoryError
 from .plan import Plan, RankPlan
 from .profiles import ClusterProfile
 from .search import find_plan
@@ -155,6 +155,8 @@ def find_shared_plan(
     global_batch_size: int,
     profile: Callable[[tuple[int, ...]], ClusterProfile],
     given: Plan | None = None,
+    explain: Callable[[ClusterProfile, int], str] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> tuple[Plan, ClusterProfile | None]:
     """The plan of a run, the same on every rank.
 
@@ -166,12 +168,15 @@ def find_shared_plan(
         global_batch_size: Samples per optimizer step.
         profile: Measures the cluster at the given stages; called on every rank, and only where a plan needs it.
         given: A plan made beforehand.
+        explain: Profile and stage -> why a rank cannot hold one sample at that stage.
+        say: Told, on every rank, when a stage had to be passed over.
 
     Returns:
         The plan, and the profile it was made from (None where nothing was measured).
 
     Raises:
-        PlanError: No stage has room for the model, or a rank cannot be given its share.
+        InsufficientMemoryError: At none of the stages does every rank have room for one sample.
+        PlanError: A rank cannot be given its share.
     """
     if given is not None:
         return given, None
@@ -188,14 +193,39 @@ def find_shared_plan(
         stage = _unprofiled_stage(stages)
         return plan_by_hand(sizes, accumulation=batch.gradient_accumulation_steps, zero_stage=stage), None
     measured = profile(stages)
-    stage = stages[0] if len(stages) == 1 else "auto"
+    fitting = _stages_that_fit(measured, stages, explain, say)
+    stage = fitting[0] if len(fitting) == 1 else "auto"
     plan = decide(
         ranks,
         lambda: find_plan(measured, global_batch_size=global_batch_size, zero_stage=stage, strategy=config.strategy),
     )
-    if plan.global_batch_size != global_batch_size:
-        raise PlanError(f"the search returned {plan.global_batch_size} samples for {global_batch_size}.")
     return plan, measured
+
+
+def _stages_that_fit(
+    profile: ClusterProfile,
+    stages: tuple[int, ...],
+    explain: Callable[[ClusterProfile, int], str] | None,
+    say: Callable[[str], None] | None,
+) -> list[int]:
+    fitting = [stage for stage in stages if all(profile.stage(stage).max_micro_batch_size)]
+    if not fitting:
+        raise InsufficientMemoryError(_why_not(profile, stages[-1], explain))
+    passed_over = [stage for stage in stages if stage not in fitting]
+    if passed_over and say is not None:
+        names = ", ".join(str(stage) for stage in passed_over)
+        say(
+            f"ZeRO stage {names} passed over, using stage {fitting[0]} or higher: "
+            + _why_not(profile, passed_over[-1], explain)
+        )
+    return fitting
+
+
+def _why_not(profile: ClusterProfile, stage: int, explain: Callable[[ClusterProfile, int], str] | None) -> str:
+    if explain is not None:
+        return explain(profile, stage)
+    short = [rank for rank, cap in enumerate(profile.stage(stage).max_micro_batch_size) if cap == 0]
+    return f"at ZeRO stage {stage} not even one sample fits on rank {', '.join(map(str, short))}."
 
 
 def _unprofiled_stage(stages: tuple[int, ...]) -> int:

@@ -16,6 +16,7 @@ from .console import ProfilingProgress, say, warn
 from .emulation import Emulation
 from .errors import RankError
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
+from .measure import explain_memory, profile_cluster
 from .plan import Plan
 from .planning import BatchRequest, candidate_stages, find_shared_plan
 from .probe_data import ProbeData, sequence_length
@@ -120,6 +121,8 @@ class PoplarRun:
             global_batch_size=global_batch_size,
             profile=lambda wanted: self._measure(host, data, wanted, global_batch_size),
             given=self.given_plan,
+            explain=explain_memory,
+            say=self.say,
         )
         agree(self.ranks, plan.digest, "the plan")
         self.plan = plan
@@ -166,8 +169,6 @@ class PoplarRun:
                 module.training = training
 
     def _measure(self, host: Host, data: ProbeData, stages: tuple[int, ...], global_batch_size: int) -> ClusterProfile:
-        from .measure import profile_cluster
-
         count = self._counter(host)
 
         def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:

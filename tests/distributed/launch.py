@@ -28,7 +28,7 @@ class RankOutput:
     text: str
 
 
-class LaunchFailed(AssertionError):
+class LaunchError(AssertionError):
     """A rank failed or did not end in time; the message names it and shows its output."""
 
 
@@ -101,5 +101,5 @@ def run_suite(
     if failed:
         first = next((output for output in failed if output.code is not None), failed[0])
         states = ", ".join(f"rank {o.rank}: {'timed out' if o.code is None else f'exit {o.code}'}" for o in failed)
-        raise LaunchFailed(f"{suite} on {world_size} ranks: {states}\n--- rank {first.rank} ---\n{first.text[-6000:]}")
+        raise LaunchError(f"{suite} on {world_size} ranks: {states}\n--- rank {first.rank} ---\n{first.text[-6000:]}")
     return json.loads(result.read_text())

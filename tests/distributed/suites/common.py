@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.nn import functional
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -48,7 +48,7 @@ class PlainModel(nn.Module):
 
 def squared_error(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     """A plain mean that ignores the item count."""
-    return F.mse_loss(outputs["logits"], labels)
+    return functional.mse_loss(outputs["logits"], labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +80,16 @@ def _tokens(index: int, generator: torch.Generator, *, masked: bool) -> dict[str
 def _causal_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     labels = batch["labels"][:, 1:]
-    total = F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=-100, reduction="sum")
+    total = functional.cross_entropy(
+        logits.reshape(-1, VOCABULARY), labels.reshape(-1), ignore_index=-100, reduction="sum"
+    )
     return total / (labels != -100).sum()
 
 
 def _masked_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     labels = batch["labels"].reshape(-1)
-    total = F.cross_entropy(logits.reshape(-1, VOCABULARY), labels, ignore_index=-100, reduction="sum")
+    total = functional.cross_entropy(logits.reshape(-1, VOCABULARY), labels, ignore_index=-100, reduction="sum")
     return total / (labels != -100).sum()
 
 
@@ -98,7 +100,7 @@ def _class_row(index: int, generator: torch.Generator) -> dict[str, torch.Tensor
 
 def _class_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(logits, batch["labels"])
+    return functional.cross_entropy(logits, batch["labels"])
 
 
 def _plain_row(index: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -139,7 +141,7 @@ KINDS = {
     "plain": Kind(
         PlainModel,
         _plain_row,
-        lambda model, batch: F.mse_loss(model(batch["features"])["logits"], batch["labels"]),
+        lambda model, batch: functional.mse_loss(model(batch["features"])["logits"], batch["labels"]),
         {"compute_loss_func": squared_error},
     ),
 }

@@ -14,9 +14,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.nn.functional as F
 from suites import common
 from suites.common import KINDS, compare, compare_parameters, history, make_plan, rows, run_cases, train
+from torch.nn import functional
 from transformers import Trainer, TrainerCallback
 
 from accelerate_poplar import ConfigError, DataError, PlanError, PoplarConfig, PoplarTrainer, PoplarTrainingArguments
@@ -126,11 +126,8 @@ def same_as_stock(stage: int) -> list[str]:
     if len(our_steps) != 20:
         problems.append(f"{len(our_steps)} steps, expected 20")
     for key in ("loss", "grad_norm", "learning_rate", "train_loss"):
-        if key == "train_loss":
-            # The stock figure is rank 0's own; the mean of its logged losses is what it should be.
-            want = [sum(history(stock, "loss")) / 20]
-        else:
-            want = history(stock, key)
+        # The stock train_loss is rank 0's own; the mean of its logged losses is what it should be.
+        want = [sum(history(stock, "loss")) / 20] if key == "train_loss" else history(stock, key)
         problems += compare(key, history(ours, key), want)
     if ours.state.max_steps != stock.state.max_steps or ours.state.epoch != stock.state.epoch:
         problems.append(f"max_steps {ours.state.max_steps} and epoch {ours.state.epoch}")
@@ -215,7 +212,7 @@ class OwnLoss(PoplarTrainer):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         shifted = labels[:, 1:]
-        loss = F.cross_entropy(
+        loss = functional.cross_entropy(
             outputs.logits[:, :-1].reshape(-1, common.VOCABULARY), shifted.reshape(-1), ignore_index=-100
         )
         return (loss, outputs) if return_outputs else loss
@@ -231,7 +228,7 @@ class OwnScaledLoss(PoplarTrainer):
         outputs = model(**inputs)
         logits = outputs.logits[:, :-1].reshape(-1, common.VOCABULARY)
         kind = "mean" if num_items_in_batch is None else "sum"
-        loss = F.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=-100, reduction=kind)
+        loss = functional.cross_entropy(logits, labels[:, 1:].reshape(-1), ignore_index=-100, reduction=kind)
         if num_items_in_batch is not None:
             loss = loss / num_items_in_batch * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
@@ -300,7 +297,7 @@ class Square(torch.nn.Module):
         self.w = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": F.mse_loss(self.w * x, labels)}
+        return {"loss": functional.mse_loss(self.w * x, labels)}
 
 
 def straight_line() -> list[str]:
