@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +30,14 @@ class StepBatch:
     """Samples per micro-step of this rank; 0 = a micro-step of weight 0."""
     micro_batches: list[Any]
     """Collated micro-batches; None where the size is 0."""
+    in_step: bool = True
+    """True where every rank runs equally many micro-steps."""
 
     def pin_memory(self) -> StepBatch:
         """Called by torch's loader when it pins memory."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return StepBatch(self.step, self.num_samples, self.sizes, [pin_memory(batch) for batch in self.micro_batches])
+        return dataclasses.replace(self, micro_batches=[pin_memory(batch) for batch in self.micro_batches])
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class _StepCollator:
         for size in sizes:
             micro_batches.append(self.collate(fetched.samples[start : start + size]) if size else None)
             start += size
-        return StepBatch(fetched.indices.step, fetched.indices.num_samples, sizes, micro_batches)
+        indices = fetched.indices
+        return StepBatch(indices.step, indices.num_samples, sizes, micro_batches, indices.in_step)
 
 
 class PoplarDataLoader(DataLoader):
@@ -95,6 +99,10 @@ class PoplarDataLoader(DataLoader):
         """Choose the epoch whose sample order the next iteration follows."""
         self.plan_sampler.set_epoch(epoch)
         self.dataset.set_epoch(epoch)
+
+    def begin_at(self, step: int) -> None:
+        """Let the next iteration begin with that optimizer step of the epoch."""
+        self.plan_sampler.begin_at(step)
 
 
 class HostOrder:

@@ -75,6 +75,12 @@ def count_items(batch: Any, items: str) -> int:
     return int(labels.ne(IGNORED_LABEL).sum())
 
 
+def has_token_labels(batch: Any) -> bool:
+    """True for a batch whose labels are whole numbers, one per token."""
+    labels = _labels(batch)
+    return labels is not None and labels.dim() > 1 and _countable(labels)
+
+
 def rows_of(batch: Any) -> int:
     """Rows of a collated batch: the first dimension of its first tensor."""
     for value in _values(batch):

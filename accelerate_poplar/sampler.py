@@ -30,6 +30,8 @@ class StepIndices:
     """Samples of this optimizer step over all ranks."""
     micro_batches: tuple[tuple[int, ...], ...]
     """Dataset indices per micro-step; an empty entry = a micro-step of weight 0."""
+    in_step: bool = True
+    """True where every rank runs equally many micro-steps, so that the ranks may meet in each of them."""
 
     def indices(self) -> list[int]:
         """All dataset indices of this rank's part, in order."""
@@ -81,6 +83,13 @@ def micro_batch_sizes_for(plan: Plan, num_samples: int) -> tuple[tuple[int, ...]
     return _cut_by_rank(sizes, num_samples)
 
 
+def runs_in_step(sizes: Sequence[tuple[int, ...]], zero_stage: int) -> bool:
+    """Whether every rank runs equally many micro-steps; at ZeRO-0/1 those without samples are left out."""
+    if zero_stage in LOCK_STEP_STAGES:
+        return True
+    return len({max(1, sum(size > 0 for size in rank)) for rank in sizes}) == 1
+
+
 def _cut_by_micro_step(sizes: Sequence[tuple[int, ...]], num_samples: int) -> tuple[tuple[int, ...], ...]:
     columns: list[list[int]] = []
     left = num_samples
@@ -130,6 +139,8 @@ class PlanSampler:
         order: Epoch number -> all dataset indices in the epoch's global order; the same on every rank.
         drop_last: Leave out a last, incomplete optimizer step.
 
+    `next_step` is the first step of the epoch that has not been handed out.
+
     Raises:
         DataError: An epoch would have no step.
     """
@@ -148,6 +159,8 @@ class PlanSampler:
         self.drop_last = drop_last
         self.epoch = 0
         self.skipped_steps = 0
+        self.next_step = 0
+        self.first_step = 0
         self._order = order
         self._plans: list[tuple[int, int, Plan]] = [(0, 0, plan)]
         self._num_steps = num_steps(num_samples, plan.global_batch_size, drop_last=drop_last)
@@ -177,6 +190,10 @@ class PlanSampler:
         A resumed run counts them off (as accelerate's `skip_first_batches` does) instead of building them.
         """
         self.skipped_steps = steps
+
+    def begin_at(self, step: int) -> None:
+        """Let the next iteration begin with that step, without yielding anything for the earlier ones."""
+        self.first_step = step
 
     def set_plan(self, plan: Plan, *, from_step: int, epoch: int | None = None) -> None:
         """Change the plan from a step on.
@@ -210,24 +227,34 @@ class PlanSampler:
         return self._num_steps
 
     def __iter__(self) -> Iterator[Any]:
-        first, self.skipped_steps = self.skipped_steps, 0
+        skipped, self.skipped_steps = self.skipped_steps, 0
+        first, self.first_step = self.first_step, 0
         order = self._order(self.epoch)
         if len(order) != self.num_samples:
             raise DataError(
                 f"the sampler produced {len(order)} indices for epoch {self.epoch}, it had announced "
                 f"{self.num_samples}. A sampler's length and its output must agree."
             )
-        for _ in range(first):
+        self.next_step = first + skipped
+        for _ in range(skipped):
             yield None
-        for step in range(first, self._num_steps):
+        for step in range(first + skipped, self._num_steps):
+            # Loader processes fetch ahead: a change of plan can only reach steps that nobody has asked for yet.
+            self.next_step = step + 1
             yield self._step(step, order)
 
     def _step(self, step: int, order: IndexArray) -> StepIndices:
         count = self.step_samples(step)
-        sizes = micro_batch_sizes_for(self.plan_for(step), count)
+        plan = self.plan_for(step)
+        sizes = micro_batch_sizes_for(plan, count)
         start = step * self.global_batch_size + sum(sum(rank) for rank in sizes[: self.rank])
         micro_batches: list[tuple[int, ...]] = []
         for size in sizes[self.rank]:
             micro_batches.append(tuple(order[start : start + size].tolist()))
             start += size
-        return StepIndices(step=step, num_samples=count, micro_batches=tuple(micro_batches))
+        return StepIndices(
+            step=step,
+            num_samples=count,
+            micro_batches=tuple(micro_batches),
+            in_step=runs_in_step(sizes, plan.zero_stage),
+        )

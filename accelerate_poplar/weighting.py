@@ -64,6 +64,9 @@ class StepWeigher:
         self.world_size = world_size
         self.zero_stage = zero_stage
         self.ghost = ghost
+        self.drops_unlabelled = True
+        """False: a micro-batch whose labels are all ignored is still run (as a ghost), so that a rank's number of
+        micro-steps depends on the plan alone."""
         self._sum_over_ranks = sum_over_ranks
         self._count = count or rule.count
 
@@ -73,11 +76,12 @@ class StepWeigher:
         total = self._sum_over_ranks(sum(items))
         micro_steps = []
         for batch, count in zip(step.micro_batches, items, strict=True):
+            planned = batch is not None and not self.drops_unlabelled
             weight = self.rule.weight(items=count, total_items=total, world_size=self.world_size)
             if weight == 0.0 and not (batch is not None and self.rule.kind == HONOURED and total):
                 # Nothing to learn here: a mean over no items would be 0/0, so a row that has some stands in.
                 batch = self.ghost
-            if batch is not self.ghost or self.zero_stage in LOCK_STEP_STAGES:
+            if batch is not self.ghost or planned or self.zero_stage in LOCK_STEP_STAGES:
                 micro_steps.append(MicroStep(batch, weight))
         if not micro_steps:
             micro_steps.append(MicroStep(self.ghost, 0.0))
