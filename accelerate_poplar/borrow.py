@@ -13,17 +13,26 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def borrowed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[nn.Module]:
-    """The model in training mode on `device` with floating-point tensors in `dtype`; all as before afterwards.
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Training mode with gradients inside; all as before afterwards.
 
-    Parameters and buffers are worked on as copies and the originals put back by reference; gradients, training
-    flags, plain module attributes and every random number generator are restored too. A model initialised by
-    ZeRO-3 is gathered meanwhile: all ranks must enter and leave together.
+    Restored are the random number generators of Python, numpy, torch and the device, and what every module holds:
+    training flag, parameters and buffers (by reference), children, plain attributes such as counters and caches.
     """
-    with _random_state(device), _gathered(model), _module_state(model), _moved(model, device, dtype):
+    with _random_state(device), _module_state(model), torch.enable_grad():
         model.train()
-        with torch.enable_grad():
-            yield model
+        yield
+
+
+@contextlib.contextmanager
+def on_device(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """The model works on copies on `device`, floating-point tensors in `dtype`; use inside `undisturbed`.
+
+    The originals are put back by reference, gradients too. A model initialised by ZeRO-3 is gathered meanwhile: all
+    ranks must enter and leave together then.
+    """
+    with _gathered(model), _copied(model, device, dtype):
+        yield
 
 
 @contextlib.contextmanager
@@ -47,7 +56,7 @@ def _gathered(model: nn.Module) -> Iterator[None]:
     if not parts:
         yield
         return
-    import deepspeed  # type: ignore[import-untyped]
+    import deepspeed
 
     with deepspeed.zero.GatheredParameters(parts):
         yield
@@ -55,7 +64,6 @@ def _gathered(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _module_state(model: nn.Module) -> Iterator[None]:
-    """Plain attributes of every module: training flags, counters, lazily made caches."""
     containers = ("_parameters", "_buffers", "_modules")
     saved: list[tuple[nn.Module, dict[str, Any], dict[str, dict[str, Any]]]] = [
         (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in containers})
@@ -73,8 +81,9 @@ def _module_state(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def _copied(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     originals = [(p, p.data, p.grad) for p in model.parameters()]
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -85,13 +94,17 @@ def _moved(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterat
             parameter.grad = None
             parameter.data = copy(data)
         copies: dict[int, torch.Tensor] = {}
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
+        for module, content in buffers:
+            for name, buffer in content.items():
                 if buffer is not None:
-                    module._buffers[name] = copies.setdefault(id(buffer), copy(buffer))
+                    if id(buffer) not in copies:
+                        copies[id(buffer)] = copy(buffer)
+                    module._buffers[name] = copies[id(buffer)]
         yield
     finally:
         for parameter, data, gradient in originals:
             parameter.grad = None
             parameter.data = data
             parameter.grad = gradient
+        for module, content in buffers:
+            module._buffers.update(content)

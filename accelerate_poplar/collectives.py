@@ -1,17 +1,22 @@
-"""Time of what a ZeRO stage communicates, measured on the real process group for the model's real byte counts."""
+"""Time of what a ZeRO stage adds to a run, measured on the real process group for the model's real byte counts."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from .comm import Ranks
-from .memory import ModelSize
+from .device import synchronize
+from .emulation import Emulation
+from .engine_cost import EngineTimes, time_engine
+from .model_state import ModelSize, model_size
 
 _LARGEST_BUFFER_ELEMENTS = 2**24
 """Larger messages are timed with a buffer of this many elements and scaled: beyond it only bandwidth counts."""
@@ -25,13 +30,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True, kw_only=True)
 class StageTimes:
-    """Communication of one ZeRO stage, as the step-time model wants it."""
+    """What one ZeRO stage adds to the ranks' own time, as the step-time model wants it."""
 
     per_micro_step_s: float
     """Seconds in every micro-step."""
     per_step_s: float
-    """Seconds once per optimizer step."""
-    overlap: float
+    """Seconds once per optimizer step, the optimizer included."""
+    overlap: float = 0.0
     """Seconds of per-micro-step communication hidden by one second of compute, 0 to 1."""
 
 
@@ -40,22 +45,74 @@ class CollectiveTimes:
     """Seconds of the three collectives ZeRO uses, over a whole model; the slowest rank's."""
 
     all_reduce_s: float
-    """Seconds to all-reduce all gradients."""
+    """To all-reduce all gradients."""
     reduce_scatter_s: float
-    """Seconds to reduce-scatter all gradients."""
+    """To reduce-scatter all gradients."""
     all_gather_s: float
-    """Seconds to gather all parameters from equal shards."""
+    """To gather all parameters from equal shards."""
+
+
+def measure_stages(
+    model: nn.Module,
+    *,
+    zero_stages: Sequence[int],
+    ranks: Ranks,
+    device: torch.device,
+    dtype: torch.dtype,
+    deepspeed_config: Mapping[str, Any] | None = None,
+    clock: Clock = time.perf_counter,
+    emulation: Emulation | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[int, StageTimes]:
+    """Time every stage with a real DeepSpeed engine around the husk of the model; all ranks must call it together.
+
+    A model too large for that is timed as a smaller one; the communication of the rest is added from collectives
+    timed on their own. Zeros where there is one rank or no process group.
+
+    Returns:
+        Figures by stage, the same on every rank: the slowest rank's.
+    """
+    if ranks.world_size == 1 or not dist.is_available() or not dist.is_initialized():
+        return {stage: StageTimes(per_micro_step_s=0.0, per_step_s=0.0) for stage in zero_stages}
+    measured: dict[int, EngineTimes] = {}
+    for stage in zero_stages:
+        progress(f"communication of ZeRO stage {stage}")
+        measured[stage] = time_engine(
+            model,
+            zero_stage=stage,
+            world_size=ranks.world_size,
+            device=device,
+            dtype=dtype,
+            deepspeed_config=deepspeed_config,
+            clock=clock,
+            emulation=emulation,
+        )
+    missing = {stage: 1.0 - times.shrink for stage, times in measured.items()}
+    rest = None
+    if any(share > 0.0 for share in missing.values()):
+        progress("communication")
+        rest = time_collectives(model_size(model), ranks=ranks, device=device, dtype=dtype, clock=clock)
+    everywhere = ranks.gather({stage: (t.micro_step_s, t.step_s) for stage, t in measured.items()})
+    result = {}
+    for stage in zero_stages:
+        micro_step_s, step_s = (max(times[stage][part] for times in everywhere) for part in (0, 1))
+        if rest is not None:
+            whole = communication_of(rest, stage)
+            micro_step_s += missing[stage] * whole.per_micro_step_s
+            step_s += missing[stage] * whole.per_step_s
+        # Stages 0 and 1 have no per-micro-step term in the step-time model: a step has at least one micro-step.
+        result[stage] = (
+            StageTimes(per_micro_step_s=micro_step_s, per_step_s=step_s)
+            if stage >= 2
+            else StageTimes(per_micro_step_s=0.0, per_step_s=micro_step_s + step_s)
+        )
+    return result
 
 
 def time_collectives(
     size: ModelSize, *, ranks: Ranks, device: torch.device, dtype: torch.dtype, clock: Clock = time.perf_counter
 ) -> CollectiveTimes:
-    """Time the three collectives on the default process group; zeros where no group exists or it has one rank.
-
-    Every rank must call it at the same point.
-    """
-    if ranks.world_size == 1 or not dist.is_available() or not dist.is_initialized():
-        return CollectiveTimes(all_reduce_s=0.0, reduce_scatter_s=0.0, all_gather_s=0.0)
+    """Time the three collectives on the default process group; every rank must call it at the same point."""
     world = ranks.world_size
 
     def timed(elements: int, call: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
@@ -81,7 +138,7 @@ def time_collectives(
     return CollectiveTimes(all_reduce_s=slowest[0], reduce_scatter_s=slowest[1], all_gather_s=slowest[2])
 
 
-def stage_times(times: CollectiveTimes, zero_stage: int) -> StageTimes:
+def communication_of(times: CollectiveTimes, zero_stage: int) -> StageTimes:
     """What a stage communicates and when.
 
     Stage 0 all-reduces gradients once per step; stage 1 also gathers parameters once; stage 2 reduces gradients in
@@ -89,19 +146,18 @@ def stage_times(times: CollectiveTimes, zero_stage: int) -> StageTimes:
     every micro-step. DeepSpeed's stages 1 and 2 reduce whole buckets with an all-reduce.
     """
     if zero_stage == 0:
-        return StageTimes(per_micro_step_s=0.0, per_step_s=times.all_reduce_s, overlap=0.0)
+        return StageTimes(per_micro_step_s=0.0, per_step_s=times.all_reduce_s)
     if zero_stage == 1:
-        return StageTimes(per_micro_step_s=0.0, per_step_s=times.all_reduce_s + times.all_gather_s, overlap=0.0)
+        return StageTimes(per_micro_step_s=0.0, per_step_s=times.all_reduce_s + times.all_gather_s)
     if zero_stage == 2:
-        return StageTimes(per_micro_step_s=times.all_reduce_s, per_step_s=times.all_gather_s, overlap=0.0)
-    per_micro_step = 2.0 * times.all_gather_s + times.reduce_scatter_s
-    return StageTimes(per_micro_step_s=per_micro_step, per_step_s=0.0, overlap=0.0)
+        return StageTimes(per_micro_step_s=times.all_reduce_s, per_step_s=times.all_gather_s)
+    return StageTimes(per_micro_step_s=2.0 * times.all_gather_s + times.reduce_scatter_s, per_step_s=0.0)
 
 
 def time_optimizer(elements: int, *, device: torch.device, clock: Clock = time.perf_counter) -> float:
     """Seconds of one AdamW step over `elements` fp32 values, timed on a scratch tensor and scaled."""
     used = max(1, min(elements, _LARGEST_BUFFER_ELEMENTS // 4))
-    scratch = torch.nn.Parameter(torch.zeros(used, device=device))
+    scratch = nn.Parameter(torch.zeros(used, device=device))
     scratch.grad = torch.zeros_like(scratch)
     optimizer = torch.optim.AdamW([scratch], lr=1e-3)
     seconds = []
@@ -112,9 +168,3 @@ def time_optimizer(elements: int, *, device: torch.device, clock: Clock = time.p
         synchronize(device)
         seconds.append(clock() - start)
     return statistics.median(seconds[1:]) * elements / used
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that a clock can be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

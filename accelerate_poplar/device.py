@@ -67,6 +67,12 @@ def device_facts(device: torch.device) -> DeviceFacts:
     )
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that a clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def peak_flops(device_name: str, dtype: torch.dtype) -> float:
     """Dense peak in FLOP/s from a table of data-sheet figures; 0 when the device is not in it."""
     for part, half, single in _PEAK_FLOPS:

@@ -62,6 +62,11 @@ class Emulation:
         self._attached: weakref.WeakKeyDictionary[nn.Module, EmulationHandle] = weakref.WeakKeyDictionary()
         self._counter: AllocationCounter | None = None
 
+    @property
+    def active(self) -> bool:
+        """True when the rank pretends to be slower or smaller than it is."""
+        return self.slowdown != 1.0 or self.memory_bytes is not None
+
     def attach(self, model: nn.Module) -> EmulationHandle:
         """Slow the forward and backward passes of `model`, also when DeepSpeed wraps it afterwards.
 

@@ -1,8 +1,8 @@
-"""Memory known before it is tried: activations from fake tensors, training state from a formula.
+"""Memory known before it is tried: the activations of a micro-batch, from fake tensors.
 
-Peak of a training step = state of the ZeRO stage + activations of one micro-batch. The activations are linear in
-the micro-batch size from 2 samples on (weights' temporaries and other constants make the intercept), so that three
-fake runs describe every size.
+Peak of a training step = state of the ZeRO stage (`model_state.py`) + activations of one micro-batch. The
+activations are linear in the micro-batch size from 2 samples on (weights' temporaries and other constants make the
+intercept), so that three fake runs describe every size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from .allocations import AllocationCounter
 from .errors import PoplarError
+from .model_state import full_shape
 
 LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 MakeBatch = Callable[[int], Any]
@@ -27,38 +28,6 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 class PredictionUnavailableError(PoplarError):
     """The model cannot be run on fake tensors; its memory has to be measured instead."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """Parameter counts that decide the training state."""
-
-    trainable: int
-    """Parameters with a gradient."""
-    frozen: int
-    """Parameters without."""
-
-    @property
-    def total(self) -> int:
-        """All parameters."""
-        return self.trainable + self.frozen
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelStates:
-    """Bytes of training state one rank holds throughout a run."""
-
-    parameters: int
-    """Weights in the compute dtype."""
-    gradients: int
-    """Gradients that live from one micro-step to the next."""
-    optimizer: int
-    """fp32 master copy and optimizer moments."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +69,11 @@ class ActivationMemory:
         )
 
     @classmethod
+    def unknown(cls) -> ActivationMemory:
+        """Nothing could be found out: every size is taken to fit until it fails."""
+        return cls(one_sample=0.0, intercept=0.0, slope=0.0)
+
+    @classmethod
     def fit(cls, bytes_by_size: Mapping[int, float]) -> ActivationMemory:
         """A line through the sizes of 2 and more by least squares; one such point alone goes through the origin.
 
@@ -122,54 +96,6 @@ class ActivationMemory:
         intercept = mean_bytes - slope * mean_size
         one = float(bytes_by_size.get(1, max(intercept + slope, 0.0)))
         return cls(one_sample=one, intercept=intercept, slope=slope)
-
-
-def model_size(model: nn.Module) -> ModelSize:
-    """Count the parameters, tied ones once, those of a ZeRO-3 initialised model at their full size."""
-    counts = {True: 0, False: 0}
-    for parameter in model.parameters():
-        counts[parameter.requires_grad] += _full_shape(parameter).numel()
-    return ModelSize(trainable=counts[True], frozen=counts[False])
-
-
-def model_states(
-    size: ModelSize,
-    *,
-    dtype: torch.dtype,
-    zero_stage: int,
-    world_size: int,
-    optimizer_bytes_per_parameter: float | None = None,
-) -> ModelStates:
-    """Training state per rank, after Rajbhandari et al., ZeRO (SC 2020), section 3 and figure 1.
-
-    With c bytes per parameter of the compute dtype, T trainable and F frozen parameters and N ranks: parameters
-    c (T + F), gradients c T, optimizer k T with k = 12 in mixed precision (fp32 master, two moments) and, at stage
-    0 in fp32, k = 8 as there is no master copy; ZeRO keeps one also in fp32. Stage 1 divides the optimizer state by
-    N, stage 2 the gradients too, stage 3 the parameters too.
-
-    Args:
-        size: Parameter counts.
-        dtype: Compute dtype.
-        zero_stage: 0 to 3.
-        world_size: Number of ranks the stage shards over.
-        optimizer_bytes_per_parameter: Bytes of optimizer state per trainable parameter, fp32 master included;
-            None = AdamW.
-
-    Returns:
-        Bytes on one rank.
-    """
-    compute_bytes = torch.empty((), dtype=dtype).element_size()
-    if optimizer_bytes_per_parameter is None:
-        optimizer_bytes_per_parameter = 8.0 if zero_stage == 0 and compute_bytes == 4 else 12.0
-
-    def share(count: float, from_stage: int) -> int:
-        return round(count / world_size if zero_stage >= from_stage else count)
-
-    return ModelStates(
-        parameters=share(compute_bytes * size.total, 3),
-        gradients=share(compute_bytes * size.trainable, 2),
-        optimizer=share(optimizer_bytes_per_parameter * size.trainable, 1),
-    )
 
 
 def predict_activations(
@@ -228,7 +154,7 @@ def _fake_state(model: nn.Module, device: torch.device, dtype: torch.dtype) -> I
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in fakes:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
-            shape = _full_shape(tensor)
+            shape = full_shape(tensor)
             twin = torch.empty(shape, dtype=kind, device=device)
             if isinstance(tensor, nn.Parameter):
                 twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
@@ -249,11 +175,6 @@ def _fake_state(model: nn.Module, device: torch.device, dtype: torch.dtype) -> I
         for module, parameters, buffers in saved:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def _full_shape(tensor: torch.Tensor) -> torch.Size:
-    """Shape of a parameter before ZeRO-3 took it apart."""
-    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -1,0 +1,58 @@
+"""Where a rank's largest micro-batch comes from, and the sentence that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .model_state import ModelStates
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMemory:
+    """One rank's memory, known and needed."""
+
+    device_bytes: int
+    """Memory of the device, in bytes."""
+    budget_bytes: int
+    """What training may use: `memory_fraction` of the free memory."""
+    one_sample_bytes: int
+    """Activations of one sample."""
+    per_sample_bytes: int
+    """Activations of each further sample."""
+    measured_correction: float
+    """Measured over predicted activations at the largest size compared; 1 where nothing was compared."""
+    states: Mapping[int, ModelStates]
+    """Training state by ZeRO stage."""
+
+    @property
+    def margin(self) -> float:
+        """Share of the device's memory that is left alone, 0 to 1."""
+        return 1.0 - self.budget_bytes / self.device_bytes if self.device_bytes else 0.0
+
+    def needed_bytes(self, zero_stage: int) -> int:
+        """Bytes of one sample at a stage, or of the optimizer step where that needs more."""
+        states = self.states[zero_stage]
+        return max(states.total + self.one_sample_bytes, states.at_step)
+
+
+def explain(rank: int, device: str, memory: RankMemory, zero_stage: int) -> str:
+    """A sentence for a rank that cannot hold one sample: bytes needed, bytes had, what would help."""
+    states = memory.states[zero_stage]
+    if states.at_step > states.total + memory.one_sample_bytes:
+        last = f"{gib(states.step)} in the optimizer step"
+    else:
+        last = f"{gib(states.buffers)} buffers, {gib(memory.one_sample_bytes)} activations"
+    higher = "a higher ZeRO stage, " if zero_stage < 3 else ""
+    return (
+        f"rank {rank} ({device}): ZeRO stage {zero_stage} with one sample needs "
+        f"{gib(memory.needed_bytes(zero_stage))} ({gib(states.parameters)} parameters, {gib(states.gradients)} "
+        f"gradients, {gib(states.optimizer)} optimizer, {last}), but {gib(memory.budget_bytes)} of "
+        f"{gib(memory.device_bytes)} may be used. What helps: {higher}gradient checkpointing, shorter sequences, "
+        "optimizer offload, a larger memory_fraction, or leaving this rank out."
+    )
+
+
+def gib(count: float) -> str:
+    """Bytes as a person reads them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**20:.1f} MiB"

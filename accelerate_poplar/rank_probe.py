@@ -1,0 +1,289 @@
+"""Measure one rank: predict its memory, correct the prediction, time the sizes that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from .blocks import Variant, combine, shortened, variants
+from .borrow import on_device
+from .collectives import time_optimizer
+from .comm import Ranks, together
+from .device import DeviceFacts, device_facts
+from .emulation import Emulation
+from .errors import ProfileError
+from .memory import ActivationMemory, LossFunction, MakeBatch, PredictionUnavailableError, predict_activations
+from .model_state import ModelStates, ZeroSettings, model_size, model_states
+from .points import PointPicker
+from .probe import MicroStepper, TimedSizes, time_sizes
+from .profiles import Measurement
+from .rank_memory import RankMemory
+
+_PREDICTED_SIZES = (1, 2, 4)
+_CHECKED_SIZES = (1, 2)
+"""Small sizes at which the predicted memory is compared with the real one."""
+
+Clock = Callable[[], float]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank tells the others."""
+
+    facts: DeviceFacts
+    """The device."""
+    memory: RankMemory
+    """Known and needed memory."""
+    caps: dict[int, int]
+    """Largest micro-batch by ZeRO stage; 0 = none fits."""
+    step_overhead_s: float
+    """Seconds of the optimizer over this rank's shard."""
+    points: tuple[Measurement, ...]
+    """In increasing order of size; empty where nothing was timed."""
+    skipped: dict[int, str]
+    """Sizes that failed for another reason than memory, and why."""
+    micro_steps: int
+    """Micro-steps run, warm-ups included."""
+    slowdown: float
+    """Emulated slowdown; 1 = none."""
+    emulated: bool
+    """True when the rank pretends to be slower or smaller than it is."""
+
+
+@dataclass(kw_only=True)
+class RankProber:
+    """Measures one rank; used inside `undisturbed`."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    make_batch: MakeBatch
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    zero_stages: tuple[int, ...]
+    largest: int
+    memory_fraction: float
+    optimizer_bytes_per_parameter: float | None
+    ranks_on_host: int
+    deadline: float
+    relative_error: float
+    progress: Progress
+    clock: Clock
+    emulation: Emulation | None
+    settings: ZeroSettings
+
+    def run(self) -> RankReport:
+        """Predict memory, time the sizes that fit, and report; every rank must call it together.
+
+        Raises:
+            ProfileError: The model does not fit on some device and has no repeated blocks to time one by one.
+            RankError: The model cannot be run on another rank.
+        """
+        facts = device_facts(self.device)
+        device_bytes, budget = self._budget(facts)
+        states = self._states()
+        self.progress("memory")
+        predicted = together(self.ranks, self._predict)
+        hopeless = predicted is not None and not any(self._caps(predicted, states, budget, None).values())
+        stepper = self._stepper()
+        activations, correction, timed = predicted or ActivationMemory.unknown(), 1.0, TimedSizes()
+        if not any(self.ranks.gather(hopeless)):
+            room = budget - self._own_bytes()
+            whole = room > 0 if predicted is None else predicted.at(1) <= room
+            if all(self.ranks.gather(whole)):
+                with on_device(self.model, self.device, self.dtype):
+                    activations, correction, timed = together(
+                        self.ranks, lambda: self._measure_whole(stepper, predicted, room)
+                    )
+            else:
+                activations, timed = self._measure_blocks(stepper, predicted, budget)
+        return RankReport(
+            facts=facts,
+            memory=RankMemory(
+                device_bytes=device_bytes,
+                budget_bytes=budget,
+                one_sample_bytes=activations.at(1),
+                per_sample_bytes=round(activations.slope),
+                measured_correction=correction,
+                states=states,
+            ),
+            caps=self._caps(activations, states, budget, timed.proven_cap),
+            step_overhead_s=self._optimizer_s(),
+            points=self._points(timed.seconds, activations),
+            skipped=timed.skipped,
+            micro_steps=stepper.micro_steps,
+            slowdown=self.emulation.slowdown if self.emulation else 1.0,
+            emulated=self.emulation is not None and self.emulation.active,
+        )
+
+    # ---- memory ---------------------------------------------------------------------------------------------------
+
+    def _budget(self, facts: DeviceFacts) -> tuple[int, int]:
+        """The device's memory and what this rank may use of it."""
+        if self.emulation is not None and self.emulation.memory_bytes is not None:
+            total = free = self.emulation.memory_bytes
+        elif self.device.type == "cpu":
+            total, free = facts.memory_bytes // self.ranks_on_host, facts.free_bytes // self.ranks_on_host
+        else:
+            # What the model takes there already is part of what training will take.
+            here = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.device == self.device)
+            total, free = facts.memory_bytes, facts.free_bytes + here
+        return total, int(self.memory_fraction * free)
+
+    def _states(self) -> dict[int, ModelStates]:
+        size = model_size(self.model)
+        return {
+            stage: model_states(
+                size,
+                dtype=self.dtype,
+                zero_stage=stage,
+                world_size=self.ranks.world_size,
+                optimizer_bytes_per_parameter=self.optimizer_bytes_per_parameter,
+                settings=self.settings,
+            )
+            for stage in self.zero_stages
+        }
+
+    def _predict(self) -> ActivationMemory | None:
+        sizes = [size for size in _PREDICTED_SIZES if size <= max(self.largest, 1)]
+        try:
+            return predict_activations(
+                self.model, self.loss_fn, self.make_batch, device=self.device, dtype=self.dtype, sizes=sizes
+            )
+        except PredictionUnavailableError:
+            return None
+
+    def _own_bytes(self) -> int:
+        """Parameters and gradients of the model as it is now, in the compute dtype."""
+        size = model_size(self.model)
+        return (size.total + size.trainable) * torch.empty((), dtype=self.dtype).element_size()
+
+    def _caps(
+        self,
+        activations: ActivationMemory,
+        states: Mapping[int, ModelStates],
+        budget: int,
+        proven_cap: int | None,
+    ) -> dict[int, int]:
+        ceiling = self.largest if proven_cap is None else min(self.largest, proven_cap)
+        return {
+            stage: activations.largest_within(budget - held.total, ceiling) if held.at_step <= budget else 0
+            for stage, held in states.items()
+        }
+
+    # ---- time -----------------------------------------------------------------------------------------------------
+
+    def _measure_whole(
+        self, stepper: MicroStepper, predicted: ActivationMemory | None, room: int
+    ) -> tuple[ActivationMemory, float, TimedSizes]:
+        """Compare predicted with real memory at small sizes, then time the sizes that fit."""
+        real, proven_cap = self._real_activations(stepper, predicted, room)
+        activations, correction = _reconcile(predicted, real)
+        largest = activations.largest_within(room, self.largest if proven_cap is None else proven_cap)
+        timed = self._time_sizes(stepper, largest)
+        if timed.proven_cap is None:
+            timed.proven_cap = proven_cap
+        return activations, correction, timed
+
+    def _real_activations(
+        self, stepper: MicroStepper, predicted: ActivationMemory | None, room: int
+    ) -> tuple[dict[int, int], int | None]:
+        real: dict[int, int] = {}
+        for size in _PREDICTED_SIZES if predicted is None else _CHECKED_SIZES:
+            if size > self.largest or (predicted is not None and predicted.at(size) > room):
+                break
+            self.progress(f"memory of micro-batch {size}")
+            try:
+                real[size] = stepper.activation_bytes(size)
+            except torch.OutOfMemoryError:
+                stepper.recover()
+                return real, size - 1
+        return real, None
+
+    def _measure_blocks(
+        self, stepper: MicroStepper, predicted: ActivationMemory | None, budget: int
+    ) -> tuple[ActivationMemory, TimedSizes]:
+        """Time the model in shortened forms; all ranks take the same ones."""
+        forms = variants(self.model)
+        if not forms:
+            raise ProfileError(
+                "the model does not fit on every rank's device without ZeRO, and has no repeated blocks that could be "
+                "timed one by one. Set per_rank_micro_batch_sizes by hand, or leave the smallest ranks out."
+            )
+        results: list[tuple[dict[int, int], TimedSizes]] = []
+        for form in forms:
+            sizes = tuple(results[0][1].seconds) if results else None
+            with shortened(form), on_device(self.model, self.device, self.dtype):
+                room = budget - self._own_bytes()
+                results.append(together(self.ranks, partial(self._measure_form, stepper, predicted, room, sizes)))
+        activations = predicted
+        if activations is None:
+            activations = ActivationMemory.fit(_combined([dict(real) for real, _ in results], forms))
+        timed = TimedSizes(seconds=_combined([times.seconds for _, times in results], forms))
+        return activations, timed
+
+    def _measure_form(
+        self, stepper: MicroStepper, predicted: ActivationMemory | None, room: int, sizes: Sequence[int] | None
+    ) -> tuple[dict[int, int], TimedSizes]:
+        real: dict[int, int] = {}
+        if predicted is None:
+            real, _ = self._real_activations(stepper, None, room)
+        if sizes is None:
+            known = predicted or ActivationMemory.fit(real)
+            return real, self._time_sizes(stepper, max(1, known.largest_within(room, self.largest)))
+        timed = TimedSizes()
+        for size in sizes:
+            self.progress(f"micro-batch {size}, one more block")
+            timed.seconds[size], _ = stepper.time(size, relative_error=self.relative_error / 4.0)
+        return real, timed
+
+    def _time_sizes(self, stepper: MicroStepper, largest: int) -> TimedSizes:
+        return time_sizes(
+            lambda size: stepper.time(size, relative_error=self.relative_error),
+            PointPicker(largest=largest, relative_error=self.relative_error),
+            out_of_time=lambda: self.clock() > self.deadline,
+            recover=stepper.recover,
+            progress=self.progress,
+        )
+
+    def _stepper(self) -> MicroStepper:
+        return MicroStepper(
+            model=self.model,
+            loss_fn=self.loss_fn,
+            make_batch=self.make_batch,
+            device=self.device,
+            clock=self.clock,
+            emulation=self.emulation,
+        )
+
+    def _optimizer_s(self) -> float:
+        elements = model_size(self.model).trainable // self.ranks.world_size
+        return time_optimizer(elements, device=self.device, clock=self.clock)
+
+    def _points(self, seconds: Mapping[int, float], activations: ActivationMemory) -> tuple[Measurement, ...]:
+        own = self._own_bytes()
+        return tuple(
+            Measurement(micro_batch_size=size, step_time_s=seconds[size], peak_memory_bytes=own + activations.at(size))
+            for size in sorted(seconds)
+        )
+
+
+def _reconcile(predicted: ActivationMemory | None, real: Mapping[int, int]) -> tuple[ActivationMemory, float]:
+    """The prediction scaled to what the largest compared size really needed, and the factor."""
+    if predicted is None:
+        return (ActivationMemory.fit(real), 1.0) if real else (ActivationMemory.unknown(), 1.0)
+    if not real or predicted.at(max(real)) == 0:
+        return predicted, 1.0
+    factor = real[max(real)] / predicted.at(max(real))
+    return predicted.scaled(factor), factor
+
+
+def _combined(by_form: Sequence[Mapping[int, float]], forms: Sequence[Variant]) -> dict[int, float]:
+    """Figures of the whole model by size, from those of its shortened forms."""
+    sizes = [size for size in by_form[0] if all(size in figures for figures in by_form)]
+    return {size: combine([figures[size] for figures in by_form], forms) for size in sizes}
