@@ -23,6 +23,8 @@ from .probe_data import ProbeData, sequence_length
 from .profiles import ClusterProfile
 from .report import print_plan
 from .rng import preserved_rng
+from .sampler import PlanSampler
+from .watch import ComputeClock, RunWatch, event_line
 from .weighting import StepWeigher
 
 PROFILE_FILE_NAME = "profiles.json"
@@ -87,7 +89,8 @@ class PoplarRun:
         self.profile: ClusterProfile | None = None
         self.loss_rule: LossRule | None = None
         self.weigher: StepWeigher | None = None
-        self.step_times_s: list[float] = []
+        self.clock: ComputeClock | None = None
+        self.watch: RunWatch | None = None
         self._emulation = self._make_emulation()
         self._device = torch.device("cpu")
 
@@ -135,6 +138,7 @@ class PoplarRun:
             sum_over_ranks=self.sum_over_ranks,
             count=count,
         )
+        self._start_watching(host, plan)
         if self.ranks.rank == 0:
             print_plan(plan, self.profile, emulated=self.emulation_config.active)
         return plan
@@ -205,6 +209,23 @@ class PoplarRun:
 
         return count
 
+    def _start_watching(self, host: Host, plan: Plan) -> None:
+        emulation = self._emulation
+        self.clock = ComputeClock(
+            host.model,
+            host.device,
+            waits_inside=plan.zero_stage == 3 and self.ranks.world_size > 1,
+            slowdown=1.0 if emulation is None else emulation.slowdown,
+        )
+        self.watch = RunWatch(
+            ranks=self.ranks,
+            config=self.config,
+            device=host.device,
+            profile=self.profile,
+            emulated=self.emulation_config.active,
+            parameters=sum(getattr(p, "ds_numel", p.numel()) for p in host.model.parameters()),
+        )
+
     def _make_emulation(self) -> Emulation | None:
         config, rank = self.emulation_config, self.ranks.rank
         if not config.active:
@@ -233,6 +254,32 @@ class PoplarRun:
                 f"rank {self.ranks.rank}: out of memory while running micro-batches of {sizes} samples ({error}). "
                 "Lower max_micro_batch_size or memory_fraction for this rank in the Poplar settings."
             ) from error
+
+    def look(self, sampler: PlanSampler, *, step: int) -> dict[str, Any] | None:
+        """Judge the plan at the steps the settings name, and change it where they say so; a collective call.
+
+        Args:
+            sampler: The training loader's sampler.
+            step: Optimizer steps of the run so far.
+
+        Returns:
+            A line for the run's history where there was something to say, else None.
+        """
+        if self.config.replan == "off" or step % self.config.replan_every:
+            return None
+        verdict = self.watch.look(self.plan)
+        if verdict is None:
+            return None
+        text, kind = verdict.describe(), "straggler"
+        if verdict.gain >= self.config.replan_threshold and self.config.replan == "on":
+            first = max(self.ranks.gather(sampler.next_step))
+            sampler.set_plan(verdict.better, from_step=first)
+            self.plan = verdict.better
+            text, kind = f"{text}: changed to it from step {first} of this epoch on", "replan"
+        elif verdict.gain >= self.config.replan_threshold:
+            text += '; set replan: "on" in the Poplar settings to change plans by itself'
+        self.say(text)
+        return event_line(step=step, kind=kind, text=text, rank=verdict.slowest_drift_rank)
 
     def sum_over_ranks(self, value: int) -> int:
         """The sum of one whole number over all ranks; a collective call on the training device."""

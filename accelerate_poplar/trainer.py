@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import seed_worker
 
 from .arguments import PoplarTrainingArguments
@@ -29,6 +30,7 @@ from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest
 from .run import PoplarRun
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
+from .watch import StepRecord, append_history
 from .weighting import MicroStep, WeightedStep, unchanged_statistics
 
 
@@ -137,6 +139,8 @@ class PoplarTrainerMixin:
         )
         self._poplar_samples_seen = 0
         self._poplar_step: WeightedStep | None = None
+        self._poplar_loader: PoplarDataLoader | None = None
+        self._poplar_looked_at = 0
         super().__init__(*bound.args, **bound.kwargs)
 
     # ---- set-up -------------------------------------------------------------------------------------------------
@@ -179,7 +183,7 @@ class PoplarTrainerMixin:
             seedable=self.args.accelerator_config.use_seedable_sampler,
         )
         workers = self.args.dataloader_num_workers
-        return build_loader(
+        self._poplar_loader = build_loader(
             dataset,
             plan=plan,
             rank=self.poplar.ranks.rank,
@@ -195,6 +199,7 @@ class PoplarTrainerMixin:
                 "worker_init_fn": partial(seed_worker, num_workers=workers, rank=self.args.process_index),
             },
         )
+        return self._poplar_loader
 
     def _poplar_data(self) -> tuple[Any, Any]:
         import datasets
@@ -211,7 +216,7 @@ class PoplarTrainerMixin:
         if resume_from_checkpoint is not None and (Path(resume_from_checkpoint) / PLAN_FILE_NAME).is_file():
             resumed = Plan.load(resume_from_checkpoint)
         self.poplar_prepare(resumed)
-        self._poplar_samples_seen = 0
+        self._poplar_samples_seen = self._poplar_looked_at = 0
         with self._one_batch_per_step():
             return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -261,9 +266,18 @@ class PoplarTrainerMixin:
             run = partial(super().training_step, model, self._poplar_inputs(micro_step), num_items_in_batch)
             with self._weighted(micro_step), self.poplar.micro_step(model), self._deferred_reduction(model, last):
                 total = total + run().to(total.dtype)
+            self.poplar.clock.micro_step_done()
             if not last:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
-        self.poplar.step_times_s.append(time.perf_counter() - started)
+        self.poplar.watch.record(
+            StepRecord(
+                step_time_s=time.perf_counter() - started,
+                compute_time_s=self.poplar.clock.take(),
+                num_samples=inputs.num_samples,
+                num_tokens=self._poplar_tokens(inputs, masked=False),
+                full=inputs.num_samples == self.poplar.plan.global_batch_size,
+            )
+        )
         return total
 
     def _poplar_inputs(self, micro_step: MicroStep) -> Any:
@@ -302,14 +316,44 @@ class PoplarTrainerMixin:
             return
         if self.args.include_num_input_tokens_seen == "no":
             return
+        tokens = self._poplar_tokens(inputs, masked=self.args.include_num_input_tokens_seen == "non_padding")
+        self.state.num_input_tokens_seen += self.poplar.sum_over_ranks(tokens)
+
+    def _poplar_tokens(self, step: StepBatch, *, masked: bool) -> int:
+        """Tokens of this rank's micro-batches, padding left out where `masked` and a mask is there."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        masked = self.args.include_num_input_tokens_seen == "non_padding"
         tokens = 0
-        for batch in inputs.micro_batches:
-            if batch is not None and name in batch:
+        for batch in step.micro_batches:
+            if isinstance(batch, Mapping) and name in batch:
                 by_mask = masked and batch.get("attention_mask") is not None
                 tokens += int(batch["attention_mask"].sum()) if by_mask else batch[name].numel()
-        self.state.num_input_tokens_seen += self.poplar.sum_over_ranks(tokens)
+        return tokens
+
+    # ---- metrics ------------------------------------------------------------------------------------------------
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        step = self.state.global_step
+        logging = self.control.should_log and step > self._globalstep_last_logged
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        lines = []
+        if logging:
+            found = self.poplar.watch.summarise(self.poplar.plan, step=step)
+            if found is not None:
+                self._report_metrics(found[0])
+                lines.append(found[1])
+        if step > self._poplar_looked_at and self._poplar_loader is not None:
+            self._poplar_looked_at = step
+            lines.append(self.poplar.look(self._poplar_loader.plan_sampler, step=step))
+        if self.is_world_process_zero():
+            for line in lines:
+                if line is not None:
+                    append_history(self.args.output_dir, line)
+
+    def _report_metrics(self, values: dict[str, float]) -> None:
+        """Hand metrics to the reporting integrations; the terminal shows the run's own lines only."""
+        for callback in self.callback_handler.callbacks:
+            if not isinstance(callback, (PrinterCallback, ProgressCallback)):
+                callback.on_log(self.args, self.state, self.control, logs=dict(values), model=self.model)
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 

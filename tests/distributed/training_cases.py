@@ -30,4 +30,5 @@ TWO_RANKS: dict[str, tuple[int, ...]] = {
     "auto_keys_under_zero_init": (25,),
     "plan_in_output_dir": (),
     "switched_off": (),
+    **{f"slow_rank-zero{s}": (30, 41) for s in (1, 2)},
 }

@@ -29,6 +29,7 @@ from transformers import (
 
 from accelerate_poplar import Plan, PoplarTrainer, RankPlan
 from accelerate_poplar.comm import connect
+from accelerate_poplar.host import start_gloo_state
 
 VOCABULARY = 64
 LENGTH = 12
@@ -121,13 +122,13 @@ def _bert_config(**kwargs: Any) -> BertConfig:
     )
 
 
-def tiny_llama() -> nn.Module:
+def tiny_llama(hidden_size: int = 16, num_hidden_layers: int = 2) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=num_hidden_layers,
             num_attention_heads=2,
             max_position_embeddings=LENGTH,
         )
@@ -253,9 +254,15 @@ class Reference:
 
 
 def reference(
-    kind: str, dataset: list[dict[str, torch.Tensor]], global_batch_size: int, *, steps: int = STEPS, optimizer: str
+    kind: str,
+    dataset: list[dict[str, torch.Tensor]],
+    global_batch_size: int,
+    *,
+    steps: int = STEPS,
+    optimizer: str,
+    model: nn.Module | None = None,
 ) -> Reference:
-    model = new_model(kind)
+    model = new_model(kind) if model is None else model
     model.train()
     if optimizer == "sgd":
         optim: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -305,17 +312,17 @@ def run_cases(cases: dict[str, Callable[[], Any]]) -> None:
     """
     warnings.simplefilter("ignore")
     results: dict[str, str] = {}
-    ranks = None
+    start_gloo_state()
+    ranks = connect(120.0)
     for name, case in cases.items():
         try:
             found = case() or []
         except Exception:  # noqa: BLE001 - one failing check must not hide the others
             found = [traceback.format_exc(limit=12)]
-        ranks = ranks or connect(120.0)
         own = "\n".join(map(str, found))
         reports = ranks.gather(own)
         results[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
         if ranks.rank == 0 and results[name]:
             print(f"FAILED {name}: {results[name]}", flush=True)
-    if ranks is not None and ranks.rank == 0:
+    if ranks.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))

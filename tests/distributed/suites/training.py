@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -561,6 +563,54 @@ def plan_in_output_dir() -> list[str]:
     return [] if sizes == [[3], [1]] and plan["digest"].startswith("sha256:") else [str(plan)]
 
 
+def slow_rank(stage: int) -> list[str]:
+    """200 ms added to rank 1's backward: the history blames it, the plan changes, the result does not."""
+    ranks = connect(60.0)
+    folder = ranks.broadcast(tempfile.mkdtemp() if ranks.rank == 0 else None)
+    data = rows("llama", 256)
+    # Large enough for a rank's share to be worth more than a pass costs with no sample at all.
+    common.set_seed(3)
+    model = common.tiny_llama(hidden_size=128, num_hidden_layers=4)
+    twin = copy.deepcopy(model)
+
+    class Slow(TrainerCallback):
+        active = False
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            Slow.active = ranks.rank == 1
+
+    def delay(module: Any, inputs: Any, output: Any) -> None:
+        if Slow.active and output.requires_grad:
+            output.register_hook(lambda gradient: time.sleep(0.2))
+
+    model.model.layers[1].mlp.register_forward_hook(delay)
+    config = PoplarConfig(zero_stage=stage, replan="on", replan_every=3, report=False, profile_budget_s=3.0)
+    trainer = train(
+        "llama",
+        data,
+        model=model,
+        trainer_kwargs={"poplar_config": config, "callbacks": [Slow()]},
+        output_dir=folder,
+        per_device_train_batch_size=16,
+        max_steps=8,
+        logging_steps=2,
+    )
+    want = common.reference("llama", data, 32, steps=8, optimizer="sgd", model=twin).losses
+    problems = compare(
+        "loss", history(trainer, "loss"), [(a + b) / 2 for a, b in zip(want[::2], want[1::2], strict=True)]
+    )
+    ranks.gather(None)
+    lines = [json.loads(line) for line in Path(folder, "poplar_history.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if line.get("ranks"))
+    fast, slow = first["ranks"]
+    if slow["compute_time_s"] - fast["compute_time_s"] < 0.18 or slow["wait_time_s"] > fast["wait_time_s"]:
+        problems.append(f"rank 1 is not blamed: {first['ranks']}")
+    events = [line["event"] for line in lines if line["event"]]
+    if not events or events[0]["kind"] != "replan" or events[0]["rank"] != 1:
+        problems.append(f"no re-plan that names rank 1: {events}")
+    return problems
+
+
 def switched_off() -> list[str]:
     """enabled: false is the stock even split through the same code."""
     _, steps, own = recorded_run(
@@ -606,6 +656,7 @@ def two_rank_cases() -> dict[str, Callable[[], Any]]:
         "auto_keys_under_zero_init": auto_keys_under_zero_init,
         "plan_in_output_dir": plan_in_output_dir,
         "switched_off": switched_off,
+        **{f"slow_rank-zero{s}": (lambda s=s: slow_rank(s)) for s in (1, 2)},
     }
     missing = set(TWO_RANKS) ^ set(table)
     if missing:

@@ -1,0 +1,48 @@
+"""Unequal shares of the training state change who holds it, and nothing else: real DeepSpeed engines, gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .launch import run_suite
+from .state_cases import CHECKS, ONE_PROCESS, StateCase, case_id, cases
+
+Results = Callable[[int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    found: dict[int, dict[str, Any]] = {}
+
+    def of(world_size: int) -> dict[str, Any]:
+        if world_size not in found:
+            folder = tmp_path_factory.mktemp(f"state{world_size}")
+            found[world_size] = run_suite("state_shards", world_size=world_size, folder=folder, timeout_s=600)
+        return found[world_size]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [pytest.param(n, case, id=f"{n}ranks-{case_id(case)}") for n in (2, 3) for case in cases(n)],
+)
+def test_equals_even_shares(results: Results, world_size: int, case: StateCase) -> None:
+    assert results(world_size)[case_id(case)] == ""
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [pytest.param(n, sizes, id=f"{n}ranks-{sizes}") for n, (_, options) in ONE_PROCESS.items() for sizes in options],
+)
+def test_equals_one_process(results: Results, world_size: int, sizes: tuple[int, ...], zero_stage: int) -> None:
+    assert results(world_size)[f"one-process-zero{zero_stage}-{'_'.join(map(str, sizes))}"] == ""
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_further(results: Results, name: str) -> None:
+    assert results(2)[name] == ""
