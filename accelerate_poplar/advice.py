@@ -75,7 +75,8 @@ class Advice:
         elif self.unused_ranks:
             get = "gets" if len(self.unused_ranks) == 1 else "get"
             lines.append(
-                f"{_named(self.unused_ranks).capitalize()} {get} no samples: at this global batch the others are done sooner without that help."
+                f"{_named(self.unused_ranks).capitalize()} {get} no samples: at this global batch the others are done "
+                "sooner without that help."
             )
         best = min(self.stages, key=lambda option: option.step_time_s, default=self.now)
         if best.zero_stage != self.now.zero_stage and best.gain > 1.0 + WORTH_IT:

@@ -14,6 +14,7 @@ import numpy as np
 from .errors import InsufficientMemoryError, PlanError
 from .plan import LOCK_STEP_STAGES
 from .profiles import StageProfile
+from .search_levels import capacities
 from .search_lockstep import build_steps
 from .step_model import RankType, micro_step_cost
 
@@ -97,10 +98,7 @@ def plan_poplar_lockstep(types: Sequence[RankType], stage: StageProfile, global_
     For every duration t that some micro-batch takes, all ranks run the largest micro-batch they finish in t, in
     as many micro-steps as the global batch needs. The cheapest t wins; the last micro-step is shrunk.
     """
-    seconds = np.unique(np.concatenate([kind.curve.times()[1:] for kind in types]))
-    capacity = np.zeros(seconds.size, dtype=np.int64)
-    for kind in types:
-        capacity += kind.count * (np.searchsorted(kind.curve.times(), seconds, side="right") - 1)
+    seconds, capacity = capacities([kind.curve.times() for kind in types], [kind.count for kind in types])
     steps = -(-global_batch_size // capacity)
     cheapest = int(np.argmin(steps * micro_step_cost(stage, seconds)))
     return build_steps(types, [float(seconds[cheapest])] * int(steps[cheapest]), global_batch_size)

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from .curve import FloatArray
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +54,27 @@ def fill(finish: Sequence[FloatArray], counts: Sequence[int], need: int) -> list
     return shares
 
 
+def capacities(finish: Sequence[FloatArray], counts: Sequence[int]) -> tuple[FloatArray, IntArray]:
+    """What all ranks together can do by when.
+
+    Args:
+        finish: Per type, shape (n + 1,): seconds at which a rank finishes its first 0, 1, ..., n samples.
+        counts: Ranks per type.
+
+    Returns:
+        The different times at which some rank finishes a sample, increasing, and the samples finished by then.
+    """
+    values = np.concatenate([times[1:] for times in finish])
+    sizes = [times.size - 1 for times in finish]
+    weights = np.repeat(np.array(counts, dtype=np.int64), sizes)
+    order = np.argsort(values, kind="stable")
+    values, reached = values[order], np.cumsum(weights[order])
+    last = np.append(values[:-1] < values[1:], True)
+    return values[last], reached[last]
+
+
 def _finishing_time(finish: Sequence[FloatArray], counts: Sequence[int], need: int) -> float:
     if need == 0:
         return 0.0
-    values = np.concatenate([times[1:] for times in finish])
-    weights = np.concatenate([np.full(times.size - 1, count) for times, count in zip(finish, counts, strict=True)])
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(weights[order])
-    return float(values[order[np.searchsorted(reached, need, side="left")]])
+    seconds, reached = capacities(finish, counts)
+    return float(seconds[np.searchsorted(reached, need, side="left")])

@@ -14,13 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .curve import FloatArray
-from .search_levels import fill
+from .search_levels import IntArray, capacities, fill
 from .step_model import RankType
-
-IntArray = npt.NDArray[np.int64]
 
 _TIE = 1.0 + 1e-12
 """Costs closer than this factor are ties; the larger micro-step then wins, whatever the rounding."""
+
+_FEW_COPIES = 40
+"""Copies of a candidate up to which adding them one at a time is the faster way."""
+
+_MOST_COUNTS = 64
+"""Possible numbers of micro-steps beyond which a bound per number is not worth its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +61,7 @@ def candidates(
     types: Sequence[RankType], global_batch_size: int, cost: Callable[[FloatArray], FloatArray]
 ) -> Candidates:
     """All micro-steps that are not beaten by one with at least the capacity at no more cost."""
-    seconds = np.unique(np.concatenate([kind.curve.times()[1:] for kind in types]))
-    capacity = np.zeros(seconds.size, dtype=np.int64)
-    for kind in types:
-        capacity += kind.count * (np.searchsorted(kind.curve.times(), seconds, side="right") - 1)
+    seconds, capacity = capacities([kind.curve.times() for kind in types], [kind.count for kind in types])
     costs = cost(seconds)
     enough = min(int(np.searchsorted(capacity, global_batch_size)) + 1, capacity.size)
     seconds, capacity, costs = seconds[:enough], capacity[:enough], costs[:enough]
@@ -105,11 +106,13 @@ def cheapest_cover(capacity: IntArray, cost: FloatArray, need: int) -> list[int]
     """
     divisor = int(np.gcd.reduce(capacity))
     units, target = capacity // divisor, -(-need // divisor)
+    bound = _upper_bound(units, cost, target) * _TIE
     best = int(np.argmin(cost / units))
     waste = cost - cost[best] / units[best] * units
-    slack = (_upper_bound(units, cost, target) - cost[best] / units[best] * target) * _TIE + cost[best] * 1e-12
+    slack = bound - cost[best] / units[best] * target + cost[best] * 1e-12
     kept = np.flatnonzero(waste <= slack)
-    aside = _copies_of_best(units[kept], waste[kept], slack, int(units[best]), target)
+    kept = kept[_may_take_part(units[kept], cost[kept], target, bound)]
+    aside = _copies_of_best(units[kept], waste[kept], slack, int(units[best]), target) if best in kept else 0
     least = _cover_costs(units[kept], cost[kept], target - aside * int(units[best]))
     return [best] * aside + [int(kept[i]) for i in _trace(units[kept], cost[kept], least)]
 
@@ -120,6 +123,44 @@ def _upper_bound(units: IntArray, cost: FloatArray, target: int) -> float:
     left = target - full * units
     last = np.searchsorted(units, left)
     return float(np.min(full * cost + np.where(left > 0, cost[np.minimum(last, units.size - 1)], 0.0)))
+
+
+def _may_take_part(units: IntArray, cost: FloatArray, target: int, bound: float) -> npt.NDArray[np.bool_]:
+    """Which candidates a collection of cost `bound` or less may contain; True where that is not known.
+
+    With h the lower convex hull of the candidates' costs, K micro-steps that cover x units cost at least K h(x / K)
+    (Jensen). Few numbers K are possible where micro-steps are large, and with few micro-steps the best ones are
+    nearly alike.
+    """
+    hull = _lower_hull(units, cost)
+
+    def at_least(steps: IntArray, covered: IntArray) -> FloatArray:
+        mean = np.maximum(0, covered) / np.maximum(1, steps)
+        each = np.interp(mean, units[hull], cost[hull])
+        return np.where(mean <= units[-1], np.where(covered > 0, steps * each, 0.0), np.inf)
+
+    fewest, most = -(-target // int(units[-1])), int(bound / cost[0])
+    if most - fewest >= _MOST_COUNTS:
+        return np.ones(units.size, dtype=bool)
+    counts = np.arange(fewest, most + 1, dtype=np.int64)
+    counts = counts[at_least(counts, np.full(counts.size, target)) <= bound]
+    others = at_least(np.maximum(0, counts - 1)[:, None], (target - units)[None, :])
+    others[counts == 1] = np.where(units >= target, 0.0, np.inf)
+    return np.asarray((cost + others).min(axis=0, initial=np.inf) <= bound)
+
+
+def _lower_hull(units: IntArray, cost: FloatArray) -> list[int]:
+    """Indices of the lower convex hull of the points (units, cost), by increasing units."""
+    hull: list[int] = []
+    x, y = units.tolist(), cost.tolist()
+    for i in range(len(x)):
+        while len(hull) > 1:
+            a, b = hull[-2], hull[-1]
+            if (y[b] - y[a]) * (x[i] - x[a]) < (y[i] - y[a]) * (x[b] - x[a]):
+                break
+            hull.pop()
+        hull.append(i)
+    return hull
 
 
 def _copies_of_best(units: IntArray, waste: FloatArray, slack: float, best: int, target: int) -> int:
@@ -141,18 +182,35 @@ def _cover_costs(units: IntArray, cost: FloatArray, target: int) -> FloatArray:
     least = np.full(target + 1, np.inf)
     least[0] = 0.0
     for size, price in zip(units.tolist(), cost.tolist(), strict=True):
-        rows = -(-target // size)
-        # Row 0 stands for nothing left to cover, so that row r may consist of r copies alone.
-        grid = np.full((rows + 1, size), np.inf)
-        grid[0] = 0.0
-        body = grid[1:].reshape(-1)
-        body[:target] = least[1:]
-        so_far = price * np.arange(rows + 1)[:, None]
-        grid -= so_far
-        np.minimum.accumulate(grid, axis=0, out=grid)
-        grid += so_far
-        np.minimum(least[1:], body[:target], out=least[1:])
+        if target <= _FEW_COPIES * size:
+            _allow_few(least, size, price)
+        else:
+            _allow_many(least, size, price)
     return least
+
+
+def _allow_few(least: FloatArray, size: int, price: float) -> None:
+    """Let copies of one candidate improve `least`, in place, one more copy at a time."""
+    np.minimum(least[1 : size + 1], price, out=least[1 : size + 1])
+    for start in range(size + 1, least.size, size):
+        block = least[start : start + size]
+        np.minimum(block, least[start - size : start - size + block.size] + price, out=block)
+
+
+def _allow_many(least: FloatArray, size: int, price: float) -> None:
+    """The same with all numbers of copies at once, for small candidates."""
+    target = least.size - 1
+    rows = -(-target // size)
+    # Row 0 stands for nothing left to cover, so that row r may consist of r copies alone.
+    grid = np.full((rows + 1, size), np.inf)
+    grid[0] = 0.0
+    body = grid[1:].reshape(-1)
+    body[:target] = least[1:]
+    so_far = price * np.arange(rows + 1)[:, None]
+    grid -= so_far
+    np.minimum.accumulate(grid, axis=0, out=grid)
+    grid += so_far
+    np.minimum(least[1:], body[:target], out=least[1:])
 
 
 def _trace(units: IntArray, cost: FloatArray, least: FloatArray) -> list[int]:

@@ -68,11 +68,11 @@ def test_no_rival_is_faster(seed: int, zero_stage: int, rival: str) -> None:
     assert plan_of(case).predicted_step_time_s <= plan_of(case, rival).predicted_step_time_s * (1 + 1e-9)
 
 
-@given(SEEDS, STAGES, st.sampled_from(STRATEGIES), st.randoms(use_true_random=False))
-@settings(deadline=None)
+@given(SEEDS, STAGES, st.sampled_from([s for s in STRATEGIES if s != "even"]), st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
 def test_permuting_ranks_permutes_the_plan(seed: int, zero_stage: int, strategy: str, rng: random.Random) -> None:
+    # `even` is left out: it does not look at ranks, so its odd samples go to the first ones, whatever they are.
     case = random_case(random.Random(seed), zero_stage)
-    assume(strategy != "even" or min(case.caps) > 0)
     order = list(range(len(case.times)))
     rng.shuffle(order)
     shuffled = replace(
@@ -83,8 +83,6 @@ def test_permuting_ranks_permutes_the_plan(seed: int, zero_stage: int, strategy:
     )
     before, after = plan_of(case, strategy), plan_of(shuffled, strategy)
     assert after.predicted_step_time_s == pytest.approx(before.predicted_step_time_s, rel=1e-12)
-    if strategy == "even":
-        return
 
     def by_kind(of: Case, plan: Plan) -> list[tuple[object, ...]]:
         # Which of several equal ranks gets the odd sample goes by number, so kinds are compared as a whole. Caps
@@ -230,6 +228,12 @@ def test_poplar_greedy_works_at_the_fastest_size_and_gives_the_rest_to_the_earli
     case = Case(times=((0.9, 1.0, 1.8), (1.0, 2.0, 3.0)), caps=(3, 3), global_batch_size=7)
     plan = plan_of(case, "poplar")
     assert sizes_of(plan) == [(2, 2, 1), (1, 1)]
+
+
+def test_poplar_greedy_starts_from_shares_of_speed_and_not_from_nothing() -> None:
+    # Rank 0 has a long optimizer step; one by one from the start it would get a single sample.
+    case = Case(times=((1.0,), (1.0,)), caps=(1, 1), global_batch_size=4, overheads=(3.0, 0.0))
+    assert sizes_of(plan_of(case, "poplar")) == [(1, 1), (1, 1)]
 
 
 def test_poplar_sweep_repeats_one_micro_step() -> None:
