@@ -295,6 +295,20 @@ class PoplarRun:
         if self.profile is not None:
             self.profile.save(Path(folder) / PROFILE_FILE_NAME)
 
+    def write_report(self, folder: str | Path) -> None:
+        """Write `poplar_report.html` from what lies in a run's folder, where the settings ask for it."""
+        if not self.config.report:
+            return
+        # matplotlib is slow to import and needed only here.
+        from .report_html import write_report
+
+        try:
+            self.say(f"report: {write_report(Path(folder))}")
+        except Exception as problem:  # noqa: BLE001 - a page that cannot be drawn must not cost a finished training
+            warn(
+                f"no report was written ({type(problem).__name__}: {problem}); try `accelerate-poplar report {folder}`"
+            )
+
     def say(self, text: str) -> None:
         """One line on rank 0."""
         if self.ranks.rank == 0:

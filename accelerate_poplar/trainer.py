@@ -364,7 +364,10 @@ class PoplarTrainerMixin:
         if steps > 0:
             # The stock formula takes the share of `steps` in max_steps; this makes the result the samples really run.
             num_train_samples = self._poplar_samples_seen * max(self.state.max_steps, 1) / steps
-        return super()._finalize_training(trial, num_train_samples, start_time)
+        output = super()._finalize_training(trial, num_train_samples, start_time)
+        if self.is_world_process_zero():
+            self.poplar.write_report(self.args.output_dir)
+        return output
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         accumulation = self.args.gradient_accumulation_steps

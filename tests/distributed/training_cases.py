@@ -30,5 +30,6 @@ TWO_RANKS: dict[str, tuple[int, ...]] = {
     "auto_keys_under_zero_init": (25,),
     "plan_in_output_dir": (),
     "switched_off": (),
+    "too_small_a_card": (9,),
     **{f"slow_rank-zero{s}": (30, 41) for s in (1, 2)},
 }

@@ -27,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-from accelerate_poplar import Plan, PoplarTrainer, RankPlan
+from accelerate_poplar import Plan, PoplarConfig, PoplarTrainer, PoplarTrainerMixin, RankPlan
 from accelerate_poplar.comm import connect
 from accelerate_poplar.host import start_gloo_state
 
@@ -215,13 +215,16 @@ def train(
     reset_host()
     with tempfile.TemporaryDirectory() as folder:
         args = arguments(overrides.pop("output_dir", folder), **overrides)
+        own = dict(trainer_kwargs or {})
+        if issubclass(trainer_class, PoplarTrainerMixin) and "poplar" not in (args.deepspeed or {}):
+            own.setdefault("poplar_config", PoplarConfig(report=False))
         trainer = trainer_class(
             model=new_model(kind) if model is None else model,
             args=args,
             train_dataset=dataset,
             data_collator=collate,
             **KINDS[kind].trainer_kwargs,
-            **(trainer_kwargs or {}),
+            **own,
         )
         trainer.train()
     return trainer
