@@ -68,9 +68,9 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operator, then count the storages it made."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        new = [t for t in _tensors(result) if t.device.type == self.device_type and not self._is_known(t)]
+        new = [t for t in tensors_in(result) if t.device.type == self.device_type and not self._is_known(t)]
         if new:
-            borrowed = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+            borrowed = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs))}
             for tensor in new:
                 self._add(tensor, count=tensor.untyped_storage()._cdata not in borrowed)
             self._check()
@@ -103,14 +103,14 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise torch.OutOfMemoryError(self._describe(in_use) if self._describe else text)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor with a storage of its own in nested tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)

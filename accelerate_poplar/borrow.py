@@ -19,7 +19,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     Restored are the random number generators of Python, numpy, torch and the device, and what every module holds:
     training flag, parameters and buffers (by reference), children, plain attributes such as counters and caches.
     """
-    with _random_state(device), _module_state(model), torch.enable_grad():
+    with _random_state(device), module_state(model), torch.enable_grad():
         model.train()
         yield
 
@@ -63,7 +63,8 @@ def _gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _module_state(model: nn.Module) -> Iterator[None]:
+def module_state(model: nn.Module) -> Iterator[None]:
+    """Restore what every module holds: flags, parameters, buffers, children, plain attributes."""
     containers = ("_parameters", "_buffers", "_modules")
     saved: list[tuple[nn.Module, dict[str, Any], dict[str, dict[str, Any]]]] = [
         (module, dict(module.__dict__), {name: dict(module.__dict__[name]) for name in containers})

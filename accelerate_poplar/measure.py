@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,15 @@ from torch import nn
 from .borrow import undisturbed
 from .collectives import StageTimes, measure_stages
 from .comm import Ranks, agree
-from .device import device_facts, peak_flops
+from .device import DeviceFacts, device_facts, peak_flops
 from .emulation import Emulation
+from .equals import Straggler, share_curves
 from .memory import DTYPE_NAMES, LossFunction, MakeBatch
 from .model_state import ZeroSettings, model_size
+from .preflight import installed_versions
 from .probe import free_memory
-from .profiles import ClusterProfile, RankProfile, StageProfile
+from .profile_cache import ProfileCache, cache_key, model_fingerprint
+from .profiles import ClusterProfile, Measurement, RankProfile, StageProfile
 from .rank_memory import RankMemory, explain
 from .rank_probe import RankProber, RankReport
 
@@ -29,14 +32,29 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredProfile(ClusterProfile):
-    """A `ClusterProfile` fresh from the devices, with what explains its limits; its JSON form is the plain one."""
+    """A `ClusterProfile` with what explains its limits."""
 
     memory: tuple[RankMemory, ...] = ()
     """One entry per rank, in rank order."""
     timed_micro_steps: tuple[int, ...] = ()
     """How many micro-steps each rank ran, warm-ups included."""
     seconds: float = 0.0
-    """How long profiling took on the slowest rank."""
+    """How long profiling took on the slowest rank; 0 when the profile came from the cache."""
+    stragglers: tuple[Straggler, ...] = ()
+    """Ranks that are slower than others with the same device."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form of `ClusterProfile` with a `memory` entry that its readers ignore."""
+        return {**super().to_dict(), "memory": [memory.to_dict() for memory in self.memory]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, source: str = "profile") -> MeasuredProfile:
+        """As `ClusterProfile.from_dict`; a file without a `memory` entry has none."""
+        plain = ClusterProfile.from_dict(data, source=source)
+        return cls(
+            **{field.name: getattr(plain, field.name) for field in fields(plain)},
+            memory=tuple(RankMemory.from_dict(entry) for entry in data.get("memory", ())),
+        )
 
 
 def profile_cluster(
@@ -60,6 +78,7 @@ def profile_cluster(
     clock: Clock = time.perf_counter,
     emulation: Emulation | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
+    cache: ProfileCache | None = None,
 ) -> MeasuredProfile:
     """Profile all ranks at the same time; every rank must call it and gets the same profile.
 
@@ -85,6 +104,7 @@ def profile_cluster(
         clock: Seconds of real time.
         emulation: What this rank pretends to be.
         deepspeed_config: The run's; its buffer sizes count towards memory and communication.
+        cache: Where profiles of earlier starts are; None = measure in any case.
 
     Returns:
         The profile; a rank that cannot hold one sample at a stage has 0 there, see `explain_memory`. Where some rank
@@ -97,7 +117,26 @@ def profile_cluster(
     start = clock()
     stages = tuple(zero_stages)
     agree(ranks, (stages, DTYPE_NAMES[dtype], largest_micro_batch), "what to profile")
-    hosts = ranks.gather(device_facts(device).host)
+    facts = ranks.gather(device_facts(device))
+    hosts = [fact.host for fact in facts]
+    key_parts = {
+        "ranks": ranks.gather(_rank_key(facts[ranks.rank], emulation, memory_fraction)),
+        "ranks_on_host": [hosts.count(host) for host in hosts],
+        "user_caps": None if user_caps is None else list(user_caps),
+        "model": model_fingerprint(model),
+        "zero_stages": stages,
+        "dtype": DTYPE_NAMES[dtype],
+        "seq_len": seq_len,
+        "largest_micro_batch": largest_micro_batch,
+        "optimizer_bytes_per_parameter": optimizer_bytes_per_parameter,
+        "deepspeed": (deepspeed_config or {}).get("zero_optimization"),
+        "versions": installed_versions(),
+    }
+    key = cache_key(key_parts)
+    known = cache.load(ranks, key, MeasuredProfile) if cache is not None else None
+    if isinstance(known, MeasuredProfile):
+        here = zip(known.ranks, hosts, strict=True)
+        return replace(known, model=model_name, ranks=tuple(replace(rank, host=host) for rank, host in here))
     prober = RankProber(
         model=model,
         loss_fn=loss_fn,
@@ -134,19 +173,36 @@ def profile_cluster(
                 progress=prober.progress,
             )
     free_memory(device)
+    points, stragglers = share_curves(
+        [r.points for r in reports], [(r.facts.device, r.memory.device_bytes, r.slowdown) for r in reports]
+    )
     overhead_s = max(r.step_overhead_s for r in reports)
-    return MeasuredProfile(
+    profile = MeasuredProfile(
         model=model_name,
         num_parameters=model_size(model).total,
         seq_len=seq_len,
         dtype=DTYPE_NAMES[dtype],
-        ranks=tuple(_rank_profile(rank, r, dtype) for rank, r in enumerate(reports)),
+        ranks=tuple(_rank_profile(rank, r, points[rank], dtype) for rank, r in enumerate(reports)),
         zero_stages={stage: _stage_profile(stage, reports, times[stage], overhead_s) for stage in stages},
         emulated=any(r.emulated for r in reports),
         memory=tuple(r.memory for r in reports),
         timed_micro_steps=tuple(r.micro_steps for r in reports),
         seconds=max(ranks.gather(clock() - start)),
+        stragglers=tuple(stragglers),
     )
+    if cache is not None:
+        cache.store(ranks, key, key_parts, profile)
+    return profile
+
+
+def _rank_key(facts: DeviceFacts, emulation: Emulation | None, memory_fraction: float) -> dict[str, Any]:
+    """What one rank adds to the name of a stored profile."""
+    return {
+        "device": facts.device,
+        "memory_bytes": facts.memory_bytes,
+        "memory_fraction": memory_fraction,
+        "emulated": None if emulation is None else [emulation.slowdown, emulation.memory_bytes],
+    }
 
 
 def explain_memory(profile: ClusterProfile, zero_stage: int) -> str:
@@ -176,7 +232,7 @@ def _slowed(emulation: Emulation | None, model: nn.Module) -> Iterator[None]:
             emulation.forget_memory()
 
 
-def _rank_profile(rank: int, report: RankReport, dtype: torch.dtype) -> RankProfile:
+def _rank_profile(rank: int, report: RankReport, points: tuple[Measurement, ...], dtype: torch.dtype) -> RankProfile:
     return RankProfile(
         rank=rank,
         host=report.facts.host,
@@ -184,7 +240,7 @@ def _rank_profile(rank: int, report: RankReport, dtype: torch.dtype) -> RankProf
         memory_bytes=report.memory.device_bytes,
         peak_flops=peak_flops(report.facts.device, dtype),
         step_overhead_s=report.step_overhead_s,
-        points=report.points,
+        points=points,
     )
 
 

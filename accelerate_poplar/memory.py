@@ -7,15 +7,15 @@ intercept), so that three fake runs describe every size.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from .allocations import AllocationCounter
+from .allocations import AllocationCounter, tensors_in
+from .borrow import module_state
 from .errors import PoplarError
 from .model_state import full_shape
 
@@ -134,10 +134,15 @@ def _fake_activation_bytes(
         raise PredictionUnavailableError(f"this torch has no FakeTensorMode ({problem}).") from problem
     counter = AllocationCounter(device_type=device.type)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, _fake_state(model, device, dtype) as state:
-            fake_batch = map_tensors(batch, lambda t: mode.from_tensor(t).to(device))
-            counter.know(state, count=True)
+        # A model may keep tensors it makes on the way; fake ones must not stay.
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+            module_state(model),
+        ):
+            counter.know(_use_fakes(model, device, dtype), count=True)
+            fake_batch = on_training_device(map_tensors(batch, mode.from_tensor), device, dtype)
             held = counter.live_bytes
+            counter.know(tensors_in(fake_batch), count=True)
             with counter, torch.enable_grad():
                 loss_fn(model, fake_batch).backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as problem:
@@ -145,9 +150,11 @@ def _fake_activation_bytes(
     return counter.peak_bytes - held
 
 
-@contextlib.contextmanager
-def _fake_state(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
-    """Put fake parameters, gradients and buffers in place of the real ones; call under FakeTensorMode."""
+def _use_fakes(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Put fake parameters, gradients and buffers in place of the real ones; returns them.
+
+    Used under FakeTensorMode, and `module_state`, which puts the real ones back.
+    """
     fakes: dict[int, torch.Tensor] = {}
     held: list[torch.Tensor] = []
 
@@ -165,16 +172,15 @@ def _fake_state(model: nn.Module, device: torch.device, dtype: torch.dtype) -> I
             fakes[id(tensor)] = twin
         return fakes[id(tensor)]
 
-    saved = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
-    try:
-        for module, parameters, buffers in saved:
-            module._parameters.update({k: fake(p) for k, p in parameters.items() if p is not None})  # type: ignore[misc]
-            module._buffers.update({k: fake(b) for k, b in buffers.items() if b is not None})
-        yield held
-    finally:
-        for module, parameters, buffers in saved:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+    for module in model.modules():
+        module._parameters.update({k: fake(p) for k, p in module._parameters.items() if p is not None})  # type: ignore[misc]
+        module._buffers.update({k: fake(b) for k, b in module._buffers.items() if b is not None})
+    return held
+
+
+def on_training_device(batch: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A batch as a DeepSpeed run feeds it: on the device, floating-point tensors in the compute dtype."""
+    return map_tensors(batch, lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else t.dtype))
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

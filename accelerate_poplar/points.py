@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scipy.interpolate import PchipInterpolator
 
 
 class PointPicker:
     """Asked for the next size to time, told what was measured; knows no clock and no device.
 
-    After the doubling phase, the middle of every gap is a candidate. How wrong interpolation is there is judged by
-    the points themselves: each inner point is predicted from its two neighbours, and a gap is as uncertain as the
-    worse of its two ends. Halving a gap of a smooth curve leaves a quarter of its error. What is within the noise of
-    the measurements is not an error of the interpolation.
+    After the doubling phase, the middle of every gap between two measured sizes is a candidate, and the gap where
+    interpolation may be most wrong comes first (`interpolation_errors`).
 
     Args:
         largest: Never ask for more; 0 = nothing to ask.
@@ -55,31 +56,62 @@ class PointPicker:
         return size not in self._times and size not in self._skipped
 
     def _least_certain(self) -> int | None:
-        errors = interpolation_errors(self._times)
         best: tuple[float, int] | None = None
-        for low, high in itertools.pairwise(sorted(self._times)):
+        for (low, high), error in interpolation_errors(self._times, self._noise).items():
             middle = (low + high) // 2
             if high - low < 2 or not self._is_new(middle):
                 continue
-            error = max(errors.get(size, 0.0) - 2.0 * self._noise[size] for size in (low, high)) / 4.0
             if error > self.relative_error and (best is None or error > best[0]):
                 best = (error, middle)
         return None if best is None else best[1]
 
 
-def interpolation_errors(times: Mapping[int, float]) -> dict[int, float]:
-    """Relative error of predicting each inner point linearly from its two neighbours.
+@dataclass(frozen=True)
+class _Gap:
+    """Two neighbouring points."""
+
+    low: int
+    high: int
+    slope: float
+    doubt: float
+    """How far noise may have bent the slope."""
+
+    def bend(self, other: _Gap) -> float:
+        """Change of slope beyond what noise explains."""
+        return max(0.0, abs(self.slope - other.slope) - 2.0 * (self.doubt + other.doubt))
+
+
+def interpolation_errors(times: Mapping[int, float], noise: Mapping[int, float]) -> dict[tuple[int, int], float]:
+    """How wrong a curve may be between neighbouring points, relative to its value.
+
+    A convex or concave curve lies between the chord of a gap and the lines of the two gaps next to it; the height of
+    that triangle is the most it can be off. At the ends, where one side is missing, a kink in the middle is assumed.
+    If the curve has its kink at a measured point, monotone cubic interpolation (PCHIP, which step-time curves use)
+    rounds it off; how far it leaves the chord counts too.
 
     Args:
         times: Seconds by micro-batch size, all greater than 0.
+        noise: Relative standard error of these times.
 
     Returns:
-        Error by size, at least 0, without the first and the last size.
+        Error by gap, at least 0; 0 for straight lines and for fewer than three points.
     """
     sizes = sorted(times)
-    errors: dict[int, float] = {}
-    for (low, middle), high in zip(itertools.pairwise(sizes), sizes[2:], strict=False):
-        share = (middle - low) / (high - low)
-        predicted = times[low] + share * (times[high] - times[low])
-        errors[middle] = abs(predicted - times[middle]) / times[middle]
+    if len(sizes) < 3:
+        return dict.fromkeys(itertools.pairwise(sizes), 0.0)
+    rounded = PchipInterpolator(sizes, [times[size] for size in sizes])
+    gaps = []
+    for low, high in itertools.pairwise(sizes):
+        doubt = (times[low] * noise.get(low, 0.0) + times[high] * noise.get(high, 0.0)) / (high - low)
+        gaps.append(_Gap(low, high, (times[high] - times[low]) / (high - low), doubt))
+    errors: dict[tuple[int, int], float] = {}
+    for position, gap in enumerate(gaps):
+        bends = [gap.bend(gaps[other]) for other in (position - 1, position + 1) if 0 <= other < len(gaps)]
+        if len(bends) == 2:
+            height = bends[0] * bends[1] / sum(bends) if sum(bends) > 0.0 else 0.0
+        else:
+            height = sum(bends) / 4.0
+        width, middle = gap.high - gap.low, (times[gap.low] + times[gap.high]) / 2.0
+        off_chord = abs(float(rounded((gap.low + gap.high) / 2.0)) - middle) - 2.0 * gap.doubt * width
+        errors[gap.low, gap.high] = max(width * height, off_chord) / middle
     return errors

@@ -15,7 +15,7 @@ from torch import nn
 from .allocations import AllocationCounter
 from .device import synchronize
 from .emulation import Emulation
-from .memory import LossFunction, MakeBatch, map_tensors
+from .memory import LossFunction, MakeBatch, on_training_device
 from .points import PointPicker
 
 _FEWEST_REPEATS = 3
@@ -37,6 +37,8 @@ class MicroStepper:
     """Size -> batch on the host."""
     device: torch.device
     """Where the model is."""
+    dtype: torch.dtype
+    """Compute dtype of the model."""
     clock: Clock
     """Seconds of real time."""
     emulation: Emulation | None = None
@@ -107,7 +109,7 @@ class MicroStepper:
         cap = self.emulation.memory_cap(held, known=parameters) if self.emulation else contextlib.nullcontext()
         try:
             with cap:
-                loss = self.loss_fn(self.model, map_tensors(batch, lambda t: t.to(self.device)))
+                loss = self.loss_fn(self.model, on_training_device(batch, self.device, self.dtype))
                 loss.backward()  # type: ignore[no-untyped-call]
             synchronize(self.device)
         except (RuntimeError, MemoryError) as problem:

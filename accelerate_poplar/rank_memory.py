@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from .model_state import ModelStates
 
@@ -24,6 +25,18 @@ class RankMemory:
     """Measured over predicted activations at the largest size compared; 1 where nothing was compared."""
     states: Mapping[int, ModelStates]
     """Training state by ZeRO stage."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        data = asdict(self)
+        data["states"] = {str(stage): states for stage, states in data["states"].items()}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankMemory:
+        """Read the JSON form."""
+        states = {int(stage): ModelStates(**entry) for stage, entry in data["states"].items()}
+        return cls(**{**data, "states": states})
 
     @property
     def margin(self) -> float:

@@ -257,6 +257,7 @@ class RankProber:
             loss_fn=self.loss_fn,
             make_batch=self.make_batch,
             device=self.device,
+            dtype=self.dtype,
             clock=self.clock,
             emulation=self.emulation,
         )

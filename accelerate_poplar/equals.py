@@ -1,0 +1,91 @@
+"""Ranks with the same device: they share one curve when they agree, and a straggler among them is named."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .profiles import Measurement
+
+_SHARED_WITHIN = 0.05
+"""Equal ranks whose times differ by no more than this share one curve, so that the planner sees one type."""
+_STRAGGLER_FROM = 1.1
+"""A rank this many times slower than its equals is called a straggler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """A rank that is slower than others with the same device."""
+
+    rank: int
+    """The slow rank."""
+    equals: tuple[int, ...]
+    """The ranks it was compared with."""
+    factor: float
+    """How many times longer its micro-steps take."""
+    extra_s: float
+    """Seconds more per micro-step, median over the compared sizes."""
+
+    def __str__(self) -> str:
+        """A sentence for the log."""
+        others = ", ".join(map(str, self.equals))
+        return (
+            f"rank {self.rank} takes {self.factor:.2f} times as long as rank{'s' if len(self.equals) > 1 else ''} "
+            f"{others} with the same device ({1e3 * self.extra_s:.0f} ms more per micro-step): look for another "
+            "program on it, a power or temperature limit, or a slower host."
+        )
+
+
+def share_curves(
+    points: Sequence[tuple[Measurement, ...]], kinds: Sequence[Hashable]
+) -> tuple[list[tuple[Measurement, ...]], list[Straggler]]:
+    """Give equal ranks that agree the same points, and find those that do not.
+
+    Args:
+        points: Every rank's measurements, in rank order.
+        kinds: Every rank's device, model and emulation; equal entries mean equal ranks.
+
+    Returns:
+        The points to use, in rank order, and the stragglers.
+    """
+    result = list(points)
+    stragglers: list[Straggler] = []
+    for kind in dict.fromkeys(kinds):
+        members = [rank for rank, other in enumerate(kinds) if other == kind]
+        times = {rank: {p.micro_batch_size: p.step_time_s for p in points[rank]} for rank in members}
+        common = set.intersection(*(set(own) for own in times.values()))
+        if len(members) < 2 or not common:
+            continue
+        # The lower median: of two ranks, the faster one is what the device can do.
+        reference = {size: statistics.median_low(times[rank][size] for rank in members) for size in common}
+        factors = {rank: statistics.median(times[rank][s] / reference[s] for s in common) for rank in members}
+        stragglers += [
+            Straggler(
+                rank=rank,
+                equals=tuple(other for other in members if factors[other] < _STRAGGLER_FROM),
+                factor=factors[rank],
+                extra_s=statistics.median(times[rank][s] - reference[s] for s in common),
+            )
+            for rank in members
+            if factors[rank] >= _STRAGGLER_FROM
+        ]
+        alike = [rank for rank in members if abs(factors[rank] - 1.0) <= _SHARED_WITHIN]
+        shared = _median_points([points[rank] for rank in alike], common)
+        for rank in alike if len(alike) > 1 else []:
+            result[rank] = shared
+    return result, stragglers
+
+
+def _median_points(points: Sequence[tuple[Measurement, ...]], sizes: set[int]) -> tuple[Measurement, ...]:
+    by_size: Mapping[int, list[Measurement]] = {
+        size: [p for own in points for p in own if p.micro_batch_size == size] for size in sorted(sizes)
+    }
+    return tuple(
+        Measurement(
+            micro_batch_size=size,
+            step_time_s=statistics.median(p.step_time_s for p in found),
+            peak_memory_bytes=max(p.peak_memory_bytes for p in found),
+        )
+        for size, found in by_size.items()
+    )

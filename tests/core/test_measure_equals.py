@@ -1,0 +1,52 @@
+"""Equal ranks share one curve; a straggler among them is found and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelerate_poplar.equals import share_curves
+from accelerate_poplar.profiles import Measurement
+
+
+def curve(*seconds: float) -> tuple[Measurement, ...]:
+    """Points at 1, 2, 4, ... samples."""
+    return tuple(
+        Measurement(micro_batch_size=2**i, step_time_s=t, peak_memory_bytes=100 * 2**i) for i, t in enumerate(seconds)
+    )
+
+
+def test_ranks_that_agree_share_their_median() -> None:
+    points, stragglers = share_curves([curve(1.0, 2.0), curve(1.02, 2.02), curve(0.99, 1.98)], ["a"] * 3)
+    assert points[0] == points[1] == points[2]
+    assert [p.step_time_s for p in points[0]] == [1.0, 2.0]
+    assert stragglers == []
+
+
+def test_different_devices_keep_their_own() -> None:
+    own = [curve(1.0, 2.0), curve(1.01, 2.01)]
+    assert share_curves(own, ["a", "b"]) == (own, [])
+
+
+def test_ranks_without_points_are_left_alone() -> None:
+    assert share_curves([(), ()], ["a", "a"]) == ([(), ()], [])
+
+
+@pytest.mark.scenario(30)
+def test_200_ms_more_on_one_rank_blame_that_rank() -> None:
+    fast = curve(0.5, 0.9, 1.7)
+    slow = curve(0.7, 1.1, 1.9)
+    points, stragglers = share_curves([fast, slow, fast, fast], ["a"] * 4)
+    (straggler,) = stragglers
+    assert straggler.rank == 1
+    assert straggler.equals == (0, 2, 3)
+    assert straggler.extra_s == pytest.approx(0.2, rel=0.1)
+    assert "rank 1" in str(straggler)
+    assert "200 ms" in str(straggler)
+    assert points[1] == slow, "the straggler is planned for as it is"
+    assert points[0] == fast
+
+
+def test_of_two_ranks_the_slower_one_is_named() -> None:
+    _, stragglers = share_curves([curve(1.5), curve(1.0)], ["a", "a"])
+    assert [s.rank for s in stragglers] == [0]
+    assert stragglers[0].factor == pytest.approx(1.5)
