@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv with this package and what it needs, in the versions of constraints.txt; quick when it is there already.
-#   scripts/setup.sh [EXTRA]     EXTRA: test, dev or trl
+#   scripts/setup.sh [EXTRA]     EXTRA: dev for the checks, trl for the examples with TRL
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
