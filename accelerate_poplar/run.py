@@ -15,6 +15,7 @@ from .config import EmulationConfig, PoplarConfig
 from .console import ProfilingProgress, say, warn
 from .emulation import Emulation
 from .errors import RankError
+from .inspection import is_partitioned, model_name, moved, shortened, whole_parameters
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
 from .plan import Plan
@@ -29,7 +30,6 @@ from .weighting import StepWeigher
 
 PROFILE_FILE_NAME = "profiles.json"
 PROBE_ROWS = 3
-PROBE_TOKENS = 64
 GIB = 1024**3
 
 
@@ -153,7 +153,7 @@ class PoplarRun:
         return rule
 
     def _watch_loss(self, host: Host, data: ProbeData) -> LossRule:
-        batch = _shortened(data.rows(PROBE_ROWS))
+        batch = shortened(data.rows(PROBE_ROWS))
         model = host.model
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
         modes = {module: module.training for module in model.modules()}
@@ -162,7 +162,7 @@ class PoplarRun:
         try:
             with preserved_rng():
                 return find_loss_rule(
-                    lambda rows, count: host.loss(model, _moved(rows, device), count),
+                    lambda rows, count: host.loss(model, moved(rows, device), count),
                     batch,
                     world_size=self.ranks.world_size,
                     shifts_labels=host.shifts_labels,
@@ -313,46 +313,3 @@ class PoplarRun:
         """One line on rank 0."""
         if self.ranks.rank == 0:
             say(text)
-
-
-def is_partitioned(model: nn.Module) -> bool:
-    """True for a model created under `deepspeed.zero.Init`: its parameters are spread over the ranks."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-@contextmanager
-def whole_parameters(model: nn.Module) -> Iterator[None]:
-    """Gather the parameters of a model created under `deepspeed.zero.Init`; a collective call in that case only."""
-    if not is_partitioned(model):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        yield
-
-
-def model_name(model: nn.Module) -> str:
-    """A label for the model: its config's name or type, else its class."""
-    config = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", "") or getattr(config, "model_type", "")
-    return str(name or type(model).__name__)
-
-
-def _shortened(batch: Any) -> Any:
-    """At most `PROBE_TOKENS` tokens a row: what a loss averages over does not depend on the length."""
-    length = sequence_length(batch)
-    if length <= PROBE_TOKENS:
-        return batch
-    return {
-        key: value[:, :PROBE_TOKENS]
-        if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] == length
-        else value
-        for key, value in batch.items()
-    }
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    from accelerate.utils import send_to_device
-
-    return send_to_device(batch, device)

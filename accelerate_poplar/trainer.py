@@ -30,57 +30,9 @@ from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest
 from .run import PoplarRun
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
+from .trainer_host import TrainerHost
 from .watch import StepRecord, append_history
 from .weighting import MicroStep, WeightedStep, unchanged_statistics
-
-
-class TrainerHost:
-    """A trainer as `PoplarRun` sees it (`run.Host`)."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, not yet wrapped."""
-        return self._trainer.model
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self._trainer.args.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype DeepSpeed will run the model in; fp32 without DeepSpeed."""
-        plugin = self._trainer.accelerator.state.deepspeed_plugin if self._trainer.is_deepspeed_enabled else None
-        return torch.float32 if plugin is None else plugin.hf_ds_config.dtype()
-
-    @property
-    def shifts_labels(self) -> bool:
-        """True for causal language models, as the host finds out."""
-        return self._trainer._loss_shifts_labels
-
-    def loss(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
-        """`compute_loss` of the trainer, without its scaling by the number of ranks."""
-        trainer, args = self._trainer, self._trainer.args
-        before, args.average_tokens_across_devices = args.average_tokens_across_devices, False
-        try:
-            with trainer.compute_loss_context_manager():
-                inputs = trainer._prepare_inputs(dict(batch) if isinstance(batch, Mapping) else batch)
-                return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
-        finally:
-            args.average_tokens_across_devices = before
-
-    def count(self, batch: Any) -> int | None:
-        """The host's own `num_items_in_batch` of one micro-batch."""
-        trainer, args = self._trainer, self._trainer.args
-        before, args.average_tokens_across_devices = args.average_tokens_across_devices, False
-        try:
-            items = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
-        finally:
-            args.average_tokens_across_devices = before
-        return None if items is None else int(items)
 
 
 class PoplarTrainerMixin:
