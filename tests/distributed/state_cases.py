@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 HALF = (0.5, 0.5)
@@ -30,7 +30,8 @@ class StateCase:
     zero_init: str = ""
     """`inside` or `before` the block, or none."""
     two_groups: bool = False
-    zero: tuple[tuple[str, Any], ...] = field(default=())
+    zero: tuple[tuple[str, Any], ...] = ()
+    """Further keys of `zero_optimization`."""
     tolerance: float = 0.0
     """Largest difference allowed, absolute; 0 = the same bits."""
 
@@ -81,7 +82,11 @@ def _two_ranks() -> list[StateCase]:
                 replace(last, name="zero-init-before", zero_init="before"),
                 replace(first, name="offload-on-one-rank-even", fractions=HALF, offload="last"),
             ]
+        if stage == 3:
+            offload = ("offload_param_device", "cpu")
+            found.append(replace(first, name="offload-parameters", offload="all", zero=(*SHARDED, offload)))
         if stage < 3:
+            found.append(replace(last, name="all-reduced", zero=(("reduce_scatter", False),)))
             found.append(replace(first, name="alignment", zero=(("parameter_alignment", True),), two_groups=True))
     return found
 

@@ -11,10 +11,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-from accelerate_poplar.state_shards import HeldBytes, held_bytes, uneven_state
 from state_cases import StateCase
 from suites import common
+
+from accelerate_poplar.state_shards import HeldBytes, held_bytes, uneven_state
 
 STEPS = 3
 ROWS = 40
@@ -30,6 +30,8 @@ def start() -> tuple[int, int]:
 
 def deepspeed_config(case: StateCase, rank: int, world_size: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case.zero_stage, **dict(case.zero)}
+    if device := zero.pop("offload_param_device", None):
+        zero["offload_param"] = {"device": device}
     if case.offload == "all" or (case.offload == "last" and rank == world_size - 1):
         zero["offload_optimizer"] = {"device": "cpu"}
     return {
@@ -103,6 +105,9 @@ def whole_state(engine: Any) -> dict[str, torch.Tensor]:
     with deepspeed.zero.GatheredParameters(sharded, enabled=bool(sharded)):
         found = {name: p.detach().clone() for name, p in named.items()}
     keys = {key for state in engine.optimizer.optimizer.state.values() for key in state if key.startswith("exp_")}
+    if len(engine.optimizer.optimizer.param_groups) > 1 and not sharded:
+        # Stock DeepSpeed links the moments of the first parameter group only.
+        keys.clear()
     for name, parameter in named.items():
         if parameter.requires_grad:
             found[f"{name}.fp32"] = safe_get_full_fp32_param(parameter).clone()
@@ -132,15 +137,18 @@ def differences(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tol
     return found
 
 
-def held_problems(held: HeldBytes, fractions: tuple[float, ...], zero_stage: int) -> list[str]:
+def held_problems(held: HeldBytes, case: StateCase) -> list[str]:
     """Shares really held that are more than 2% away from the fractions; a collective call."""
     rank = dist.get_rank()
-    sharded = ["master", "moments"] + (["parameters", "gradients"] if zero_stage == 3 else [])
+    sharded = ["master", "moments"] + (["parameters", "gradients"] if case.zero_stage == 3 else [])
     mine = torch.tensor([getattr(held, name) for name in sharded], dtype=torch.float64)
     total = mine.clone()
     dist.all_reduce(total)
-    problems = []
-    for name, own, whole in zip(sharded, mine.tolist(), total.tolist(), strict=True):
-        if whole and not abs(own / whole - fractions[rank]) <= 0.02 * max(fractions[rank], 0.05):
-            problems.append(f"{name}: holds {own / whole:.4f} of all bytes, wanted {fractions[rank]}")
-    return problems
+    wanted = case.fractions[rank]
+    # Of each parameter at least one element is held, which is more than a tiny share of a tiny model.
+    allowed = 0.02 * wanted + (0.003 if wanted < 0.05 else 0.0)
+    return [
+        f"{name}: holds {own / whole:.4f} of all bytes, wanted {wanted}"
+        for name, own, whole in zip(sharded, mine.tolist(), total.tolist(), strict=True)
+        if whole and not abs(own / whole - wanted) <= allowed
+    ]
