@@ -47,14 +47,30 @@ def least_times(times: FloatArray, limit: int) -> FloatArray:
         times: Seconds per micro-batch size, shape (max_micro_batch_size + 1,).
         limit: Largest n wanted; 0 if no sample fits.
     """
-    best = np.full(limit + 1, np.inf)
+    fastest, regular = _fastest(times)
+    best = np.full(min(limit, regular + fastest) + 1, np.inf)
     best[0] = 0.0
     for size in range(1, min(times.size - 1, limit) + 1):
         # A size that smaller ones already match cannot improve anything.
         if times[size] < best[size]:
             _allow(best, size, float(times[size]))
+    beyond = np.arange(best.size, limit + 1)
+    copies = -(-(beyond - best.size + 1) // max(1, fastest))
+    best = np.append(best, best[beyond - copies * fastest] + copies * times[fastest])
     # Fewer samples never take longer than more; rounding must not say otherwise.
     return np.minimum.accumulate(best[::-1])[::-1]
+
+
+def _fastest(times: FloatArray) -> tuple[int, int]:
+    """The size with the most samples per second, and the samples beyond which more of it is always best.
+
+    Among as many other micro-batches as that size has samples, some have a sum divisible by it (pigeonhole), and could be
+    replaced by micro-batches of that size at no cost. So fewer than that many others are ever needed.
+    """
+    if times.size == 1:
+        return 0, 0
+    fastest = int(np.argmax(np.arange(1, times.size) / times[1:])) + 1
+    return fastest, fastest * (times.size - 1)
 
 
 def _allow(best: FloatArray, size: int, seconds: float) -> None:
@@ -92,7 +108,9 @@ def _split(times: FloatArray, least: FloatArray, total: int) -> tuple[int, ...]:
     """The micro-batches behind least[total], largest first."""
     if total == 0:
         return (0,)
-    sizes: list[int] = []
+    fastest, regular = _fastest(times)
+    sizes = [fastest] * max(0, (total - regular) // fastest)
+    total -= fastest * len(sizes)
     while total > 0:
         top = min(total, times.size - 1)
         options = times[1 : top + 1] + least[total - top : total][::-1]

@@ -20,9 +20,6 @@ from .step_model import RankType
 _TIE = 1.0 + 1e-12
 """Costs closer than this factor are ties; the larger micro-step then wins, whatever the rounding."""
 
-_FEW_COPIES = 40
-"""Copies of a candidate up to which adding them one at a time is the faster way."""
-
 _MOST_COUNTS = 64
 """Possible numbers of micro-steps beyond which a bound per number is not worth its time."""
 
@@ -182,35 +179,12 @@ def _cover_costs(units: IntArray, cost: FloatArray, target: int) -> FloatArray:
     least = np.full(target + 1, np.inf)
     least[0] = 0.0
     for size, price in zip(units.tolist(), cost.tolist(), strict=True):
-        if target <= _FEW_COPIES * size:
-            _allow_few(least, size, price)
-        else:
-            _allow_many(least, size, price)
+        np.minimum(least[1 : size + 1], price, out=least[1 : size + 1])
+        # Block by block, so that a block may build on copies of the same candidate in the one before it.
+        for start in range(size + 1, target + 1, size):
+            block = least[start : start + size]
+            np.minimum(block, least[start - size : start - size + block.size] + price, out=block)
     return least
-
-
-def _allow_few(least: FloatArray, size: int, price: float) -> None:
-    """Let copies of one candidate improve `least`, in place, one more copy at a time."""
-    np.minimum(least[1 : size + 1], price, out=least[1 : size + 1])
-    for start in range(size + 1, least.size, size):
-        block = least[start : start + size]
-        np.minimum(block, least[start - size : start - size + block.size] + price, out=block)
-
-
-def _allow_many(least: FloatArray, size: int, price: float) -> None:
-    """The same with all numbers of copies at once, for small candidates."""
-    target = least.size - 1
-    rows = -(-target // size)
-    # Row 0 stands for nothing left to cover, so that row r may consist of r copies alone.
-    grid = np.full((rows + 1, size), np.inf)
-    grid[0] = 0.0
-    body = grid[1:].reshape(-1)
-    body[:target] = least[1:]
-    so_far = price * np.arange(rows + 1)[:, None]
-    grid -= so_far
-    np.minimum.accumulate(grid, axis=0, out=grid)
-    grid += so_far
-    np.minimum(least[1:], body[:target], out=least[1:])
 
 
 def _trace(units: IntArray, cost: FloatArray, least: FloatArray) -> list[int]:

@@ -92,6 +92,9 @@ def test_a_ring_moves_its_share_over_the_slowest_link_in_it() -> None:
     two_hosts = cluster(("T4", 2), ("L4", 2), latency_us=0)
     assert two_hosts.ring_time_s(10e9) == pytest.approx(1.5)
     assert cluster(("T4", 1)).ring_time_s(10e9) == 0.0
+    alone = cluster(("T4", 1), ("L4", 1), latency_us=0)
+    # Cards that are alone on their host do not use its links.
+    assert replace(alone, inter_host_gbytes_per_s=20.0).ring_time_s(10e9) == pytest.approx(0.25)
     hops = cluster(("T4", 4), latency_us=100)
     assert hops.ring_time_s(0.0, pieces=10) == pytest.approx(10 * 3 * 100e-6)
 
