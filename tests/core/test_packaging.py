@@ -34,8 +34,10 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence_and_nothing_else(
         "accelerate_poplar",
         f"accelerate_poplar-{accelerate_poplar.__version__}.dist-info",
     }
-    sources = {f"accelerate_poplar/{path.name}" for path in (REPOSITORY / "accelerate_poplar").glob("*.py")}
-    assert sources | {"accelerate_poplar/py.typed"} <= set(names)
+    package = REPOSITORY / "accelerate_poplar"
+    files = {path.relative_to(REPOSITORY).as_posix() for path in package.rglob("*") if path.is_file()}
+    assert {name for name in files if "__pycache__" not in name} <= set(names)
+    assert "accelerate_poplar/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
