@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from .profiles import Measurement
@@ -71,16 +71,16 @@ def share_curves(
             if factors[rank] >= _STRAGGLER_FROM
         ]
         alike = [rank for rank in members if abs(factors[rank] - 1.0) <= _SHARED_WITHIN]
-        shared = _median_points([points[rank] for rank in alike], common)
+        shared = _median_points([points[rank] for rank in alike])
         for rank in alike if len(alike) > 1 else []:
             result[rank] = shared
     return result, stragglers
 
 
-def _median_points(points: Sequence[tuple[Measurement, ...]], sizes: set[int]) -> tuple[Measurement, ...]:
-    by_size: Mapping[int, list[Measurement]] = {
-        size: [p for own in points for p in own if p.micro_batch_size == size] for size in sorted(sizes)
-    }
+def _median_points(points: Sequence[tuple[Measurement, ...]]) -> tuple[Measurement, ...]:
+    by_size: dict[int, list[Measurement]] = {}
+    for point in sorted((p for own in points for p in own), key=lambda p: p.micro_batch_size):
+        by_size.setdefault(point.micro_batch_size, []).append(point)
     return tuple(
         Measurement(
             micro_batch_size=size,

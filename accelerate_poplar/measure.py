@@ -18,13 +18,13 @@ from .device import DeviceFacts, device_facts, peak_flops
 from .emulation import Emulation
 from .equals import Straggler, share_curves
 from .memory import DTYPE_NAMES, LossFunction, MakeBatch
-from .model_state import ZeroSettings, model_size
+from .model_state import model_size
 from .preflight import installed_versions
 from .probe import free_memory
 from .profile_cache import ProfileCache, cache_key, model_fingerprint
 from .profiles import ClusterProfile, Measurement, RankProfile, StageProfile
 from .rank_memory import RankMemory, explain
-from .rank_probe import RankProber, RankReport
+from .rank_probe import ProfileRequest, RankProber, RankReport
 
 Clock = Callable[[], float]
 Progress = Callable[[str], None]
@@ -115,93 +115,116 @@ def profile_cluster(
         RankError: It cannot on another rank, which is named, or a rank is gone.
     """
     start = clock()
-    stages = tuple(zero_stages)
-    agree(ranks, (stages, DTYPE_NAMES[dtype], largest_micro_batch), "what to profile")
-    facts = ranks.gather(device_facts(device))
-    hosts = [fact.host for fact in facts]
-    key_parts = {
-        "ranks": ranks.gather(_rank_key(facts[ranks.rank], emulation, memory_fraction)),
-        "ranks_on_host": [hosts.count(host) for host in hosts],
-        "user_caps": None if user_caps is None else list(user_caps),
-        "model": model_fingerprint(model),
-        "zero_stages": stages,
-        "dtype": DTYPE_NAMES[dtype],
-        "seq_len": seq_len,
-        "largest_micro_batch": largest_micro_batch,
-        "optimizer_bytes_per_parameter": optimizer_bytes_per_parameter,
-        "deepspeed": (deepspeed_config or {}).get("zero_optimization"),
-        "versions": installed_versions(),
-    }
-    key = cache_key(key_parts)
-    known = cache.load(ranks, key, MeasuredProfile) if cache is not None else None
-    if isinstance(known, MeasuredProfile):
-        here = zip(known.ranks, hosts, strict=True)
-        return replace(known, model=model_name, ranks=tuple(replace(rank, host=host) for rank, host in here))
-    prober = RankProber(
+    agree(ranks, (tuple(zero_stages), DTYPE_NAMES[dtype], largest_micro_batch, user_caps), "what to profile")
+    request = ProfileRequest(
         model=model,
         loss_fn=loss_fn,
         make_batch=make_batch,
         ranks=ranks,
         device=device,
         dtype=dtype,
-        zero_stages=stages,
-        largest=min([largest_micro_batch, *([user_caps[ranks.rank]] if user_caps else [])]),
+        zero_stages=tuple(zero_stages),
+        largest=largest_micro_batch if user_caps is None else min(largest_micro_batch, user_caps[ranks.rank]),
         memory_fraction=memory_fraction,
         optimizer_bytes_per_parameter=optimizer_bytes_per_parameter,
-        ranks_on_host=hosts.count(hosts[ranks.rank]),
-        deadline=start + budget_s,
         relative_error=relative_error,
         progress=lambda what: progress(f"rank {ranks.rank}/{ranks.world_size}: {what}") if progress else None,
         clock=clock,
         emulation=emulation,
-        settings=ZeroSettings.from_config(deepspeed_config),
+        deepspeed_config=deepspeed_config,
     )
-    with undisturbed(model, device), _slowed(emulation, model):
-        report = prober.run()
-        reports = ranks.gather(report)
-        times = {stage: StageTimes(per_micro_step_s=0.0, per_step_s=0.0) for stage in stages}
-        if all(r.points for r in reports):
-            times = measure_stages(
-                model,
-                zero_stages=stages,
-                ranks=ranks,
-                device=device,
-                dtype=dtype,
-                deepspeed_config=deepspeed_config,
-                clock=clock,
-                emulation=emulation,
-                progress=prober.progress,
-            )
-    free_memory(device)
-    points, stragglers = share_curves(
-        [r.points for r in reports], [(r.facts.device, r.memory.device_bytes, r.slowdown) for r in reports]
-    )
-    overhead_s = max(r.step_overhead_s for r in reports)
-    profile = MeasuredProfile(
+    facts = ranks.gather(device_facts(device))
+    parts = _cache_parts(request, facts, seq_len)
+    known = cache.load(ranks, cache_key(parts), MeasuredProfile) if cache is not None else None
+    if isinstance(known, MeasuredProfile):
+        here = zip(known.ranks, facts, strict=True)
+        return replace(known, model=model_name, ranks=tuple(replace(rank, host=fact.host) for rank, fact in here))
+    reports, times = _measure(request, facts, deadline=start + budget_s)
+    profile = replace(
+        _assemble(request, reports, times),
         model=model_name,
-        num_parameters=model_size(model).total,
         seq_len=seq_len,
-        dtype=DTYPE_NAMES[dtype],
-        ranks=tuple(_rank_profile(rank, r, points[rank], dtype) for rank, r in enumerate(reports)),
-        zero_stages={stage: _stage_profile(stage, reports, times[stage], overhead_s) for stage in stages},
-        emulated=any(r.emulated for r in reports),
-        memory=tuple(r.memory for r in reports),
-        timed_micro_steps=tuple(r.micro_steps for r in reports),
         seconds=max(ranks.gather(clock() - start)),
-        stragglers=tuple(stragglers),
     )
     if cache is not None:
-        cache.store(ranks, key, key_parts, profile)
+        cache.store(ranks, cache_key(parts), parts, profile)
     return profile
 
 
-def _rank_key(facts: DeviceFacts, emulation: Emulation | None, memory_fraction: float) -> dict[str, Any]:
-    """What one rank adds to the name of a stored profile."""
-    return {
-        "device": facts.device,
-        "memory_bytes": facts.memory_bytes,
-        "memory_fraction": memory_fraction,
+def _measure(
+    request: ProfileRequest, facts: Sequence[DeviceFacts], *, deadline: float
+) -> tuple[list[RankReport], dict[int, StageTimes]]:
+    """Every rank's report, and what each stage adds; zeros where some rank has nothing to time."""
+    ranks = request.ranks
+    hosts = [fact.host for fact in facts]
+    prober = RankProber(
+        request=request,
+        facts=facts[ranks.rank],
+        ranks_on_host=hosts.count(hosts[ranks.rank]),
+        deadline=deadline,
+    )
+    with undisturbed(request.model, request.device), _slowed(request.emulation, request.model):
+        reports = ranks.gather(prober.run())
+        times = {stage: StageTimes(per_micro_step_s=0.0, per_step_s=0.0) for stage in request.zero_stages}
+        if all(report.points for report in reports):
+            times = measure_stages(
+                request.model,
+                zero_stages=request.zero_stages,
+                ranks=ranks,
+                device=request.device,
+                dtype=request.dtype,
+                deepspeed_config=request.deepspeed_config,
+                clock=request.clock,
+                emulation=request.emulation,
+                progress=request.progress,
+            )
+    free_memory(request.device)
+    return reports, times
+
+
+def _assemble(
+    request: ProfileRequest, reports: Sequence[RankReport], times: Mapping[int, StageTimes]
+) -> MeasuredProfile:
+    points, stragglers = share_curves(
+        [report.points for report in reports],
+        [(report.facts.device, report.memory.device_bytes, report.slowdown) for report in reports],
+    )
+    overhead_s = max(report.step_overhead_s for report in reports)
+    return MeasuredProfile(
+        model="",
+        num_parameters=model_size(request.model).total,
+        seq_len=0,
+        dtype=DTYPE_NAMES[request.dtype],
+        ranks=tuple(_rank_profile(rank, r, points[rank], request.dtype) for rank, r in enumerate(reports)),
+        zero_stages={s: _stage_profile(s, reports, times[s], overhead_s) for s in request.zero_stages},
+        emulated=any(report.emulated for report in reports),
+        memory=tuple(report.memory for report in reports),
+        timed_micro_steps=tuple(report.micro_steps for report in reports),
+        stragglers=tuple(stragglers),
+    )
+
+
+def _cache_parts(request: ProfileRequest, facts: Sequence[DeviceFacts], seq_len: int) -> dict[str, Any]:
+    """Everything a profile depends on; the same on every rank."""
+    hosts = [fact.host for fact in facts]
+    emulation = request.emulation
+    own = {
+        "device": facts[request.ranks.rank].device,
+        "memory_bytes": facts[request.ranks.rank].memory_bytes,
+        "memory_fraction": request.memory_fraction,
+        "largest": request.largest,
         "emulated": None if emulation is None else [emulation.slowdown, emulation.memory_bytes],
+    }
+    return {
+        "ranks": request.ranks.gather(own),
+        "ranks_on_host": [hosts.count(host) for host in hosts],
+        "model": model_fingerprint(request.model),
+        "zero_stages": request.zero_stages,
+        "dtype": DTYPE_NAMES[request.dtype],
+        "seq_len": seq_len,
+        "optimizer_bytes_per_parameter": request.optimizer_bytes_per_parameter,
+        "deepspeed": (request.deepspeed_config or {}).get("zero_optimization"),
+        "versions": installed_versions(),
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .memory import ActivationMemory
 from .model_state import ModelStates
 
 
@@ -17,10 +18,8 @@ class RankMemory:
     """Memory of the device, in bytes."""
     budget_bytes: int
     """What training may use: `memory_fraction` of the free memory."""
-    one_sample_bytes: int
-    """Activations of one sample."""
-    per_sample_bytes: int
-    """Activations of each further sample."""
+    activations: ActivationMemory
+    """What a micro-batch needs on top of the training state."""
     measured_correction: float
     """Measured over predicted activations at the largest size compared; 1 where nothing was compared."""
     states: Mapping[int, ModelStates]
@@ -36,26 +35,26 @@ class RankMemory:
     def from_dict(cls, data: Mapping[str, Any]) -> RankMemory:
         """Read the JSON form."""
         states = {int(stage): ModelStates(**entry) for stage, entry in data["states"].items()}
-        return cls(**{**data, "states": states})
+        return cls(**{**data, "states": states, "activations": ActivationMemory(**data["activations"])})
 
     @property
     def margin(self) -> float:
         """Share of the device's memory that is left alone, 0 to 1."""
         return 1.0 - self.budget_bytes / self.device_bytes if self.device_bytes else 0.0
 
-    def needed_bytes(self, zero_stage: int) -> int:
-        """Bytes of one sample at a stage, or of the optimizer step where that needs more."""
+    def needed_bytes(self, zero_stage: int, micro_batch_size: int = 1) -> int:
+        """Bytes of a micro-batch at a stage, or of the optimizer step where that needs more."""
         states = self.states[zero_stage]
-        return max(states.total + self.one_sample_bytes, states.at_step)
+        return max(states.total + self.activations.at(micro_batch_size), states.at_step)
 
 
 def explain(rank: int, device: str, memory: RankMemory, zero_stage: int) -> str:
     """A sentence for a rank that cannot hold one sample: bytes needed, bytes had, what would help."""
-    states = memory.states[zero_stage]
-    if states.at_step > states.total + memory.one_sample_bytes:
+    states, one_sample = memory.states[zero_stage], memory.activations.at(1)
+    if states.at_step > states.total + one_sample:
         last = f"{gib(states.step)} in the optimizer step"
     else:
-        last = f"{gib(states.buffers)} buffers, {gib(memory.one_sample_bytes)} activations"
+        last = f"{gib(states.buffers)} buffers, {gib(one_sample)} activations"
     higher = "a higher ZeRO stage, " if zero_stage < 3 else ""
     return (
         f"rank {rank} ({device}): ZeRO stage {zero_stage} with one sample needs "

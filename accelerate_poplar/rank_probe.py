@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from .blocks import Variant, combine, shortened, variants
 from .borrow import on_device
 from .collectives import time_optimizer
 from .comm import Ranks, together
-from .device import DeviceFacts, device_facts
+from .device import DeviceFacts
 from .emulation import Emulation
 from .errors import ProfileError
 from .memory import ActivationMemory, LossFunction, MakeBatch, PredictionUnavailableError, predict_activations
@@ -55,27 +56,54 @@ class RankReport:
     """True when the rank pretends to be slower or smaller than it is."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """What to measure on this rank, and how well; see `profile_cluster` for the fields."""
+
+    model: nn.Module
+    """Before DeepSpeed wraps it."""
+    loss_fn: LossFunction
+    """`loss_fn(model, batch)` -> scalar loss."""
+    make_batch: MakeBatch
+    """Size -> batch on the host."""
+    ranks: Ranks
+    """The other ranks."""
+    device: torch.device
+    """Where this rank trains."""
+    dtype: torch.dtype
+    """Compute dtype."""
+    zero_stages: tuple[int, ...]
+    """Stages to find limits for."""
+    largest: int
+    """Largest micro-batch to try, in samples."""
+    memory_fraction: float
+    """Share of the free memory that may be used, above 0 up to 1."""
+    optimizer_bytes_per_parameter: float | None
+    """Optimizer state incl. fp32 master copy; None = AdamW."""
+    relative_error: float
+    """Wanted error of the step-time curve."""
+    progress: Progress
+    """Told what is being measured."""
+    clock: Clock
+    """Seconds of real time."""
+    emulation: Emulation | None
+    """What this rank pretends to be."""
+    deepspeed_config: Mapping[str, Any] | None
+    """The run's."""
+
+
 @dataclass(kw_only=True)
 class RankProber:
     """Measures one rank; used inside `undisturbed`."""
 
-    model: nn.Module
-    loss_fn: LossFunction
-    make_batch: MakeBatch
-    ranks: Ranks
-    device: torch.device
-    dtype: torch.dtype
-    zero_stages: tuple[int, ...]
-    largest: int
-    memory_fraction: float
-    optimizer_bytes_per_parameter: float | None
+    request: ProfileRequest
+    """What to measure."""
+    facts: DeviceFacts
+    """This rank's device."""
     ranks_on_host: int
+    """Ranks that share the host's memory where the device is the CPU."""
     deadline: float
-    relative_error: float
-    progress: Progress
-    clock: Clock
-    emulation: Emulation | None
-    settings: ZeroSettings
+    """Reading of the clock after which no further size is started."""
 
     def run(self) -> RankReport:
         """Predict memory, time the sizes that fit, and report; every rank must call it together.
@@ -84,31 +112,30 @@ class RankProber:
             ProfileError: The model does not fit on some device and has no repeated blocks to time one by one.
             RankError: The model cannot be run on another rank.
         """
-        facts = device_facts(self.device)
-        device_bytes, budget = self._budget(facts)
+        request, ranks = self.request, self.request.ranks
+        device_bytes, budget = self._budget()
         states = self._states()
-        self.progress("memory")
-        predicted = together(self.ranks, self._predict)
+        request.progress("memory")
+        predicted = together(ranks, self._predict)
         hopeless = predicted is not None and not any(self._caps(predicted, states, budget, None).values())
         stepper = self._stepper()
         activations, correction, timed = predicted or ActivationMemory.unknown(), 1.0, TimedSizes()
-        if not any(self.ranks.gather(hopeless)):
+        if not any(ranks.gather(hopeless)):
             room = budget - self._own_bytes()
             whole = room > 0 if predicted is None else predicted.at(1) <= room
-            if all(self.ranks.gather(whole)):
-                with on_device(self.model, self.device, self.dtype):
+            if all(ranks.gather(whole)):
+                with on_device(request.model, request.device, request.dtype):
                     activations, correction, timed = together(
-                        self.ranks, lambda: self._measure_whole(stepper, predicted, room)
+                        ranks, lambda: self._measure_whole(stepper, predicted, room)
                     )
             else:
                 activations, timed = self._measure_blocks(stepper, predicted, budget)
         return RankReport(
-            facts=facts,
+            facts=self.facts,
             memory=RankMemory(
                 device_bytes=device_bytes,
                 budget_bytes=budget,
-                one_sample_bytes=activations.at(1),
-                per_sample_bytes=round(activations.slope),
+                activations=activations,
                 measured_correction=correction,
                 states=states,
             ),
@@ -117,51 +144,59 @@ class RankProber:
             points=self._points(timed.seconds, activations),
             skipped=timed.skipped,
             micro_steps=stepper.micro_steps,
-            slowdown=self.emulation.slowdown if self.emulation else 1.0,
-            emulated=self.emulation is not None and self.emulation.active,
+            slowdown=request.emulation.slowdown if request.emulation else 1.0,
+            emulated=request.emulation is not None and request.emulation.active,
         )
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def _budget(self, facts: DeviceFacts) -> tuple[int, int]:
+    def _budget(self) -> tuple[int, int]:
         """The device's memory and what this rank may use of it."""
-        if self.emulation is not None and self.emulation.memory_bytes is not None:
-            total = free = self.emulation.memory_bytes
-        elif self.device.type == "cpu":
+        request, facts = self.request, self.facts
+        if request.emulation is not None and request.emulation.memory_bytes is not None:
+            total = free = request.emulation.memory_bytes
+        elif request.device.type == "cpu":
             total, free = facts.memory_bytes // self.ranks_on_host, facts.free_bytes // self.ranks_on_host
         else:
             # What the model takes there already is part of what training will take.
-            here = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.device == self.device)
+            here = sum(p.numel() * p.element_size() for p in request.model.parameters() if p.device == request.device)
             total, free = facts.memory_bytes, facts.free_bytes + here
-        return total, int(self.memory_fraction * free)
+        return total, int(request.memory_fraction * free)
 
     def _states(self) -> dict[int, ModelStates]:
-        size = model_size(self.model)
+        request = self.request
+        size, settings = model_size(request.model), ZeroSettings.from_config(request.deepspeed_config)
         return {
             stage: model_states(
                 size,
-                dtype=self.dtype,
+                dtype=request.dtype,
                 zero_stage=stage,
-                world_size=self.ranks.world_size,
-                optimizer_bytes_per_parameter=self.optimizer_bytes_per_parameter,
-                settings=self.settings,
+                world_size=request.ranks.world_size,
+                optimizer_bytes_per_parameter=request.optimizer_bytes_per_parameter,
+                settings=settings,
             )
-            for stage in self.zero_stages
+            for stage in request.zero_stages
         }
 
     def _predict(self) -> ActivationMemory | None:
-        sizes = [size for size in _PREDICTED_SIZES if size <= max(self.largest, 1)]
+        request = self.request
+        sizes = [size for size in _PREDICTED_SIZES if size <= max(request.largest, 1)]
         try:
             return predict_activations(
-                self.model, self.loss_fn, self.make_batch, device=self.device, dtype=self.dtype, sizes=sizes
+                request.model,
+                request.loss_fn,
+                request.make_batch,
+                device=request.device,
+                dtype=request.dtype,
+                sizes=sizes,
             )
         except PredictionUnavailableError:
             return None
 
     def _own_bytes(self) -> int:
         """Parameters and gradients of the model as it is now, in the compute dtype."""
-        size = model_size(self.model)
-        return (size.total + size.trainable) * torch.empty((), dtype=self.dtype).element_size()
+        size = model_size(self.request.model)
+        return (size.total + size.trainable) * torch.empty((), dtype=self.request.dtype).element_size()
 
     def _caps(
         self,
@@ -170,7 +205,8 @@ class RankProber:
         budget: int,
         proven_cap: int | None,
     ) -> dict[int, int]:
-        ceiling = self.largest if proven_cap is None else min(self.largest, proven_cap)
+        largest = self.request.largest
+        ceiling = largest if proven_cap is None else min(largest, proven_cap)
         return {
             stage: activations.largest_within(budget - held.total, ceiling) if held.at_step <= budget else 0
             for stage, held in states.items()
@@ -184,7 +220,7 @@ class RankProber:
         """Compare predicted with real memory at small sizes, then time the sizes that fit."""
         real, proven_cap = self._real_activations(stepper, predicted, room)
         activations, correction = _reconcile(predicted, real)
-        largest = activations.largest_within(room, self.largest if proven_cap is None else proven_cap)
+        largest = activations.largest_within(room, self.request.largest if proven_cap is None else proven_cap)
         timed = self._time_sizes(stepper, largest)
         if timed.proven_cap is None:
             timed.proven_cap = proven_cap
@@ -195,9 +231,9 @@ class RankProber:
     ) -> tuple[dict[int, int], int | None]:
         real: dict[int, int] = {}
         for size in _PREDICTED_SIZES if predicted is None else _CHECKED_SIZES:
-            if size > self.largest or (predicted is not None and predicted.at(size) > room):
+            if size > self.request.largest or (predicted is not None and predicted.at(size) > room):
                 break
-            self.progress(f"memory of micro-batch {size}")
+            self.request.progress(f"memory of micro-batch {size}")
             try:
                 real[size] = stepper.activation_bytes(size)
             except torch.OutOfMemoryError:
@@ -209,18 +245,19 @@ class RankProber:
         self, stepper: MicroStepper, predicted: ActivationMemory | None, budget: int
     ) -> tuple[ActivationMemory, TimedSizes]:
         """Time the model in shortened forms; all ranks take the same ones."""
-        forms = variants(self.model)
+        forms = variants(self.request.model)
         if not forms:
             raise ProfileError(
                 "the model does not fit on every rank's device without ZeRO, and has no repeated blocks that could be "
                 "timed one by one. Set per_rank_micro_batch_sizes by hand, or leave the smallest ranks out."
             )
+        request = self.request
         results: list[tuple[dict[int, int], TimedSizes]] = []
         for form in forms:
             sizes = tuple(results[0][1].seconds) if results else None
-            with shortened(form), on_device(self.model, self.device, self.dtype):
+            with shortened(form), on_device(request.model, request.device, request.dtype):
                 room = budget - self._own_bytes()
-                results.append(together(self.ranks, partial(self._measure_form, stepper, predicted, room, sizes)))
+                results.append(together(request.ranks, partial(self._measure_form, stepper, predicted, room, sizes)))
         activations = predicted
         if activations is None:
             activations = ActivationMemory.fit(_combined([dict(real) for real, _ in results], forms))
@@ -235,36 +272,37 @@ class RankProber:
             real, _ = self._real_activations(stepper, None, room)
         if sizes is None:
             known = predicted or ActivationMemory.fit(real)
-            return real, self._time_sizes(stepper, max(1, known.largest_within(room, self.largest)))
+            return real, self._time_sizes(stepper, max(1, known.largest_within(room, self.request.largest)))
         timed = TimedSizes()
         for size in sizes:
-            self.progress(f"micro-batch {size}, one more block")
-            timed.seconds[size], _ = stepper.time(size, relative_error=self.relative_error / 4.0)
+            self.request.progress(f"micro-batch {size}, one more block")
+            timed.seconds[size], _ = stepper.time(size, relative_error=self.request.relative_error / 4.0)
         return real, timed
 
     def _time_sizes(self, stepper: MicroStepper, largest: int) -> TimedSizes:
         return time_sizes(
-            lambda size: stepper.time(size, relative_error=self.relative_error),
-            PointPicker(largest=largest, relative_error=self.relative_error),
-            out_of_time=lambda: self.clock() > self.deadline,
+            lambda size: stepper.time(size, relative_error=self.request.relative_error),
+            PointPicker(largest=largest, relative_error=self.request.relative_error),
+            out_of_time=lambda: self.request.clock() > self.deadline,
             recover=stepper.recover,
-            progress=self.progress,
+            progress=self.request.progress,
         )
 
     def _stepper(self) -> MicroStepper:
+        request = self.request
         return MicroStepper(
-            model=self.model,
-            loss_fn=self.loss_fn,
-            make_batch=self.make_batch,
-            device=self.device,
-            dtype=self.dtype,
-            clock=self.clock,
-            emulation=self.emulation,
+            model=request.model,
+            loss_fn=request.loss_fn,
+            make_batch=request.make_batch,
+            device=request.device,
+            dtype=request.dtype,
+            clock=request.clock,
+            emulation=request.emulation,
         )
 
     def _optimizer_s(self) -> float:
-        elements = model_size(self.model).trainable // self.ranks.world_size
-        return time_optimizer(elements, device=self.device, clock=self.clock)
+        elements = model_size(self.request.model).trainable // self.request.ranks.world_size
+        return time_optimizer(elements, device=self.request.device, clock=self.request.clock)
 
     def _points(self, seconds: Mapping[int, float], activations: ActivationMemory) -> tuple[Measurement, ...]:
         own = self._own_bytes()

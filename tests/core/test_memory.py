@@ -232,8 +232,7 @@ def test_the_message_names_rank_bytes_and_remedies() -> None:
     memory = RankMemory(
         device_bytes=16 * 2**30,
         budget_bytes=14 * 2**30,
-        one_sample_bytes=2**30,
-        per_sample_bytes=2**29,
+        activations=ActivationMemory(one_sample=2.0**30, intercept=2.0**29, slope=2.0**29),
         measured_correction=1.0,
         states={stage: model_states(size, dtype=torch.bfloat16, zero_stage=stage, world_size=2) for stage in range(4)},
     )
