@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "accelerate_poplar"
-SEEDS = ("config", "curve", "ds_config", "errors", "metrics", "plan", "profiles", "sampler", "search", "simulate")
-"""The core by name; every module that one of these imports is core too."""
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "accelerate_poplar"
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = load_script("core_modules")
+CORE = SCRIPT.core_modules()
 ALLOWED = {"accelerate_poplar", "numpy", "scipy", "yaml"}
 
 CHILD = """
@@ -33,35 +46,6 @@ def foreign_imports(*modules: str) -> set[str]:
     return {name for name in json.loads(result.stdout) if not name.startswith("_")} - ALLOWED
 
 
-def written_imports(path: Path) -> set[str]:
-    """The packages a file imports anywhere, also inside functions; ours as `.name`."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {f".{name}" for name in names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module).partition(".")[0])
-    return found
-
-
-def core_modules() -> list[str]:
-    """The seeds and all modules of ours they lead to."""
-    found: set[str] = set()
-    open_ends = set(SEEDS)
-    while open_ends:
-        module = open_ends.pop()
-        found.add(module)
-        ours = {name.removeprefix(".") for name in written_imports(PACKAGE / f"{module}.py") if name.startswith(".")}
-        open_ends |= ours - found
-    return sorted(found)
-
-
-CORE = core_modules()
-
-
 def test_the_core_and_the_package_itself_import_no_foreign_package() -> None:
     assert foreign_imports("accelerate_poplar", *(f"accelerate_poplar.{module}" for module in CORE)) == set()
 
@@ -72,14 +56,14 @@ def test_the_proof_can_fail() -> None:
 
 @pytest.mark.parametrize("module", CORE)
 def test_no_function_of_the_core_imports_a_foreign_package(module: str) -> None:
-    foreign = written_imports(PACKAGE / f"{module}.py") - ALLOWED - set(sys.stdlib_module_names)
+    foreign = SCRIPT.written_imports(PACKAGE / f"{module}.py") - ALLOWED - set(sys.stdlib_module_names)
     assert {name for name in foreign if not name.startswith(".")} == set()
 
 
 def test_imports_inside_functions_are_seen(tmp_path: Path) -> None:
     file = tmp_path / "late.py"
     file.write_text("def f():\n    import torch.nn\n    from .comm import connect\n    from . import plan\n")
-    assert written_imports(file) == {"torch", ".comm", ".plan"}
+    assert SCRIPT.written_imports(file) == {"torch", ".comm", ".plan"}
 
 
 def test_planning_from_the_shell_needs_no_torch() -> None:
