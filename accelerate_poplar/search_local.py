@@ -69,7 +69,8 @@ def _fastest(times: FloatArray) -> tuple[int, int]:
     """
     if times.size == 1:
         return 0, 0
-    fastest = int(np.argmax(np.arange(1, times.size) / times[1:])) + 1
+    speeds = np.arange(1, times.size) / times[1:]
+    fastest = int(np.flatnonzero(speeds * _TIE >= speeds.max())[-1]) + 1
     return fastest, fastest * (times.size - 1)
 
 

@@ -104,7 +104,8 @@ def cheapest_cover(capacity: IntArray, cost: FloatArray, need: int) -> list[int]
     divisor = int(np.gcd.reduce(capacity))
     units, target = capacity // divisor, -(-need // divisor)
     bound = _upper_bound(units, cost, target) * _TIE
-    best = int(np.argmin(cost / units))
+    per_unit = cost / units
+    best = int(np.flatnonzero(per_unit <= per_unit.min() * _TIE)[-1])
     waste = cost - cost[best] / units[best] * units
     slack = bound - cost[best] / units[best] * target + cost[best] * 1e-12
     kept = np.flatnonzero(waste <= slack)

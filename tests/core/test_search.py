@@ -243,6 +243,16 @@ def test_poplar_sweep_repeats_one_micro_step() -> None:
     assert sum(map(sum, sizes)) == 30
 
 
+# Ties
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_of_equally_fast_micro_batches_the_largest_are_run(zero_stage: int) -> None:
+    # At a constant speed any split takes the same time; fewer micro-steps are less to go wrong.
+    case = Case(times=(linear(8.0, 4),), caps=(4,), global_batch_size=403, zero_stage=zero_stage)
+    assert sizes_of(plan_of(case)) == [(4,) * 100 + (3,)]
+
+
 # Shares people asked for
 
 
