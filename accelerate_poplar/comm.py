@@ -131,15 +131,21 @@ def decide(ranks: Ranks, work: Callable[[], T]) -> T:
         What `work` returned on rank 0.
 
     Raises:
-        PoplarError: `work` failed; the same error on every rank.
+        PoplarError: `work` failed; the same error on every rank. Any other error of rank 0 is a `RankError` elsewhere.
     """
     answer: tuple[str, Any] = ("value", None)
+    problem: Exception | None = None
     if ranks.rank == 0:
         try:
             answer = ("value", work())
         except PoplarError as error:
             answer = ("error", error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer and must get one
+            problem = error
+            answer = ("error", RankError(f"rank 0 failed: {type(error).__name__}: {error}"))
     kind, content = ranks.broadcast(answer)
+    if problem is not None:
+        raise problem
     if kind == "error":
         raise content
     return content  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,16 +11,20 @@ import torch
 from torch import nn
 
 from .comm import Ranks, agree, connect, decide
-from .config import EmulationConfig, PoplarConfig
+from .config import EmulationConfig, PoplarConfig, default_cache_dir
 from .console import ProfilingProgress, say, warn
+from .device import DeviceFacts
 from .emulation import Emulation
 from .errors import RankError
 from .inspection import is_partitioned, model_name, moved, shortened, whole_parameters
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
-from .plan import Plan
+from .memory import DTYPE_NAMES
+from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest, candidate_stages, find_shared_plan
+from .preflight import agree_on_dtype, preflight
 from .probe_data import ProbeData, sequence_length
+from .profile_cache import ProfileCache
 from .profiles import ClusterProfile
 from .report import print_plan
 from .rng import preserved_rng
@@ -47,6 +51,9 @@ class Host(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the model computes in."""
+
+    def use_dtype(self, dtype: torch.dtype) -> None:
+        """Compute in another dtype; called before the model is wrapped."""
 
     @property
     def shifts_labels(self) -> bool:
@@ -96,7 +103,15 @@ class PoplarRun:
 
     # ---- before training ----------------------------------------------------------------------------------------
 
-    def prepare(self, host: Host, *, dataset: Any, collate: Callable[[list[Any]], Any], resumed: Plan | None) -> Plan:
+    def prepare(
+        self,
+        host: Host,
+        *,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        resumed: Plan | None,
+        resumed_profile: ClusterProfile | None = None,
+    ) -> Plan:
         """Agree on the loss, profile where needed, and plan; a collective call.
 
         Args:
@@ -104,11 +119,17 @@ class PoplarRun:
             dataset: The map-style training dataset.
             collate: Its collate function.
             resumed: The plan of the checkpoint that training continues from, if any.
+            resumed_profile: The profile it was made from; on the same devices both are used again.
 
         Returns:
             The plan, the same on every rank.
         """
         self._device = host.device
+        facts = preflight(self.ranks, device=host.device, timeout_s=self.config.timeout_s).facts
+        dtype = agree_on_dtype(facts, host.dtype, allow_fp16=self.config.allow_fp16)
+        if dtype is not host.dtype:
+            self.say(f"all ranks compute in {DTYPE_NAMES[dtype]}: a device lacks {DTYPE_NAMES[host.dtype]}")
+            host.use_dtype(dtype)
         data = ProbeData(dataset, collate)
         stages = candidate_stages(self.config, self.deepspeed_config, partitioned_model=is_partitioned(host.model))
         global_batch_size = self.batch.global_batch_size(self.config, resumed=resumed, given=self.given_plan)
@@ -116,6 +137,7 @@ class PoplarRun:
             self._emulation.attach(host.model)
         with whole_parameters(host.model):
             self.loss_rule = self._agree_on_loss(host, data)
+        reusable = self._reusable(resumed, resumed_profile, stages, facts)
         plan, self.profile = find_shared_plan(
             ranks=self.ranks,
             config=self.config,
@@ -123,10 +145,13 @@ class PoplarRun:
             stages=stages,
             global_batch_size=global_batch_size,
             profile=lambda wanted: self._measure(host, data, wanted, global_batch_size),
-            given=self.given_plan,
+            given=self.given_plan or reusable,
             explain=explain_memory,
             say=self.say,
         )
+        if reusable is not None and plan is reusable:
+            self.profile = resumed_profile
+            self.say("same devices as in the checkpoint: its plan is used again, nothing is profiled")
         agree(self.ranks, plan.digest, "the plan")
         self.plan = plan
         count = self._counter(host)
@@ -142,6 +167,37 @@ class PoplarRun:
         if self.ranks.rank == 0:
             print_plan(plan, self.profile, emulated=self.emulation_config.active)
         return plan
+
+    def _reusable(
+        self,
+        resumed: Plan | None,
+        profile: ClusterProfile | None,
+        stages: tuple[int, ...],
+        facts: Sequence[DeviceFacts],
+    ) -> Plan | None:
+        """The checkpoint's plan where this run has the same devices and asks for nothing else."""
+        config, emulated = self.config, self.emulation_config.memory_gib
+        unchanged = (
+            resumed is not None
+            and profile is not None
+            and config.enabled
+            and not config.reprofile
+            and config.per_rank_micro_batch_sizes is None
+            and config.max_micro_batch_size is None
+            and resumed.strategy == config.strategy
+            and resumed.zero_stage in stages
+            and [rank.device for rank in profile.ranks] == [fact.device for fact in facts]
+            and profile.emulated == self.emulation_config.active
+        )
+        if not unchanged or profile is None:
+            return None
+        memory = [int(gib * GIB) for gib in emulated] if emulated else [fact.memory_bytes for fact in facts]
+        same_kind = all(
+            # CPU ranks share their host's memory, so a rank's part of it is not the fact.
+            not fact.device_id or abs(rank.memory_bytes - own) <= 0.01 * own
+            for rank, fact, own in zip(profile.ranks, facts, memory, strict=True)
+        )
+        return resumed if same_kind else None
 
     def _agree_on_loss(self, host: Host, data: ProbeData) -> LossRule:
         rule = decide(self.ranks, lambda: self._watch_loss(host, data))
@@ -173,11 +229,11 @@ class PoplarRun:
                 module.training = training
 
     def _measure(self, host: Host, data: ProbeData, stages: tuple[int, ...], global_batch_size: int) -> ClusterProfile:
-        count = self._counter(host)
+        honoured = self.loss_rule.kind == HONOURED
 
         def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-            honoured = self.loss_rule.kind == HONOURED
-            items = torch.tensor(max(1, count(batch)), device=self._device) if honoured else None
+            # The count only scales the loss here; read off a shape, it exists for tensors without values too.
+            items = torch.tensor(batch["labels"].numel(), device=self._device) if honoured else None
             return host.loss(model, batch, items)
 
         with ProfilingProgress(active=self.ranks.rank == 0, world_size=self.ranks.world_size) as progress:
@@ -198,6 +254,11 @@ class PoplarRun:
                 seq_len=sequence_length(data.rows(1)),
                 progress=progress,
                 emulation=self._emulation,
+                deepspeed_config=self.deepspeed_config,
+                cache=ProfileCache(
+                    folder=Path(self.config.cache_dir) if self.config.cache_dir else default_cache_dir(),
+                    refresh=self.config.reprofile,
+                ),
             )
 
     def _counter(self, host: Host) -> Callable[[Any], int]:
@@ -313,3 +374,18 @@ class PoplarRun:
         """One line on rank 0."""
         if self.ranks.rank == 0:
             say(text)
+
+
+def saved_plan(folder: str | Path | None) -> tuple[Plan | None, ClusterProfile | None]:
+    """The plan a checkpoint was trained with and the profile it was made from, as far as they are there.
+
+    Raises:
+        PlanError, ProfileError: A file is there but broken.
+    """
+    if folder is None:
+        return None, None
+    plan, profile = Path(folder) / PLAN_FILE_NAME, Path(folder) / PROFILE_FILE_NAME
+    return (
+        Plan.load(plan) if plan.is_file() else None,
+        ClusterProfile.load(profile) if profile.is_file() else None,
+    )

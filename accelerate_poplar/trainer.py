@@ -26,9 +26,9 @@ from .checks import check_run
 from .config import EmulationConfig, PoplarConfig, resolve_config
 from .host import prepare_arguments
 from .loader import HostOrder, PoplarDataLoader, StepBatch, build_loader
-from .plan import PLAN_FILE_NAME, Plan
+from .plan import Plan
 from .planning import BatchRequest
-from .run import PoplarRun
+from .run import PoplarRun, saved_plan
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
 from .trainer_host import TrainerHost
 from .watch import StepRecord, append_history
@@ -103,18 +103,21 @@ class PoplarTrainerMixin:
         if self.is_deepspeed_enabled:
             refresh_deepspeed(self.accelerator, self.args)
 
-    def poplar_prepare(self, resumed: Plan | None = None) -> Plan:
+    def poplar_prepare(self, checkpoint: str | Path | None = None) -> Plan:
         """Profile and plan, once; a collective call. Training calls it by itself.
 
         Args:
-            resumed: The plan of the checkpoint that training continues from.
+            checkpoint: The folder of the checkpoint that training continues from.
 
         Returns:
             The plan of the run.
         """
         if self.poplar.plan is None:
             dataset, collate = self._poplar_data()
-            self.poplar.prepare(TrainerHost(self), dataset=dataset, collate=collate, resumed=resumed)
+            resumed, profile = saved_plan(checkpoint)
+            self.poplar.prepare(
+                TrainerHost(self), dataset=dataset, collate=collate, resumed=resumed, resumed_profile=profile
+            )
             if self.is_deepspeed_enabled:
                 use_plan(self.accelerator, self.poplar)
             if self.is_world_process_zero():
@@ -164,10 +167,7 @@ class PoplarTrainerMixin:
     # ---- the host's training loop -------------------------------------------------------------------------------
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        resumed = None
-        if resume_from_checkpoint is not None and (Path(resume_from_checkpoint) / PLAN_FILE_NAME).is_file():
-            resumed = Plan.load(resume_from_checkpoint)
-        self.poplar_prepare(resumed)
+        self.poplar_prepare(resume_from_checkpoint)
         self._poplar_samples_seen = self._poplar_looked_at = 0
         with self._one_batch_per_step():
             return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)

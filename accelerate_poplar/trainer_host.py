@@ -32,6 +32,13 @@ class TrainerHost:
         plugin = self._trainer.accelerator.state.deepspeed_plugin if self._trainer.is_deepspeed_enabled else None
         return torch.float32 if plugin is None else plugin.hf_ds_config.dtype()
 
+    def use_dtype(self, dtype: torch.dtype) -> None:
+        """Let DeepSpeed run the model in another half-precision dtype."""
+        config = self._trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+        for name, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            config.config[name] = {**config.config.get(name, {}), "enabled": dtype is kind}
+        config._dtype = dtype
+
     @property
     def shifts_labels(self) -> bool:
         """True for causal language models, as the host finds out."""

@@ -631,7 +631,7 @@ def too_small_a_card() -> list[str]:
         return raises(
             InsufficientMemoryError,
             "rank 1",
-            "GiB",
+            "MiB",
             "needs",
             "gradient checkpointing",
             trainer_kwargs={"poplar_config": PoplarConfig(zero_stage="auto", profile_budget_s=2.0, reprofile=True)},
