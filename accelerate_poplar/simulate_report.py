@@ -119,6 +119,7 @@ def to_json(report: SimulationReport) -> dict[str, Any]:
         "title": report.title,
         "global_batch_size": report.batch,
         "zero_stage": report.stage,
+        **_headline(report.own),
         "plan": None if report.own is None else _result_to_json(report.own),
         "zero_stages": {
             str(stage): [_result_to_json(result) for result in found] for stage, found in report.results.items()
@@ -126,6 +127,14 @@ def to_json(report: SimulationReport) -> dict[str, Any]:
         "cephalo": None if report.cephalo is None else _cephalo_to_json(report.cephalo),
         "advice": None if advice is None else {**advice.to_dict(), "sentences": list(advice.sentences())},
     }
+
+
+def _headline(own: StrategyResult | None) -> dict[str, Any]:
+    """The figures of the user's own plan where a script looks first: at the top."""
+    if own is None:
+        return {}
+    names = ("step_time_s", "samples_per_s", "tokens_per_s", "idle_fraction", "mfu")
+    return {name: _result_to_json(own)[name] for name in names}
 
 
 def _result_to_json(result: StrategyResult) -> dict[str, Any]:
