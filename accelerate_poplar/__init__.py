@@ -21,12 +21,16 @@ from .profiles import ClusterProfile, Measurement, RankProfile, StageProfile
 from .search import find_plan
 
 if TYPE_CHECKING:
+    from .accelerator import PoplarAccelerator
     from .arguments import PoplarTrainingArguments
+    from .plugin import PoplarPlugin
     from .trainer import PoplarTrainer, PoplarTrainerMixin
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "PoplarAccelerator": ".accelerator",
+    "PoplarPlugin": ".plugin",
     "PoplarTrainer": ".trainer",
     "PoplarTrainerMixin": ".trainer",
     "PoplarTrainingArguments": ".arguments",
@@ -41,8 +45,10 @@ __all__ = [
     "Measurement",
     "Plan",
     "PlanError",
+    "PoplarAccelerator",
     "PoplarConfig",
     "PoplarError",
+    "PoplarPlugin",
     "PoplarTrainer",
     "PoplarTrainerMixin",
     "PoplarTrainingArguments",

@@ -198,9 +198,9 @@ def _engine_config(
         for key, value in (deepspeed_config.get("zero_optimization") or {}).items()
         if value != "auto" and "offload" not in key
     }
-    # Buffers larger than the model change nothing but the memory they take.
+    # Buffers larger than the model change nothing but the memory they take. DeepSpeed wants even sizes.
     sizes = {
-        key: max(1, int(min(float(given.get(key, default)), elements) * shrink))
+        key: 2 * max(1, int(min(float(given.get(key, default)), elements) * shrink) // 2)
         for key, default in zip(_SHRINKING_KEYS, _DEFAULT_SIZES, strict=True)
     }
     clipping = deepspeed_config.get("gradient_clipping", 1.0)

@@ -109,7 +109,7 @@ def find_loss_rule(
         The rule. `kind` is `unknown` where the loss is neither a mean, a sum, nor a sum over the given count, as with
         losses that compare the rows of a batch with each other.
     """
-    batch = _unevenly_labelled(batch)
+    batch = _unevenly_labelled(_labelled_rows(batch))
     rule = _honoured_rule(call, batch, world_size=world_size, shifts_labels=shifts_labels)
     return rule or _plain_rule(call, batch, shifts_labels=shifts_labels, relative_noise=relative_noise)
 
@@ -206,6 +206,22 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
     if isinstance(batch, Mapping):
         return {key: cut(value) for key, value in batch.items()}
     return type(batch)(cut(value) for value in batch) if isinstance(batch, (list, tuple)) else cut(batch)
+
+
+def _labelled_rows(batch: Any) -> Any:
+    """As many rows, all of them with labels that count: a mean over a row without any is 0/0 and shows nothing."""
+    labels = _labels(batch)
+    if labels is None or labels.dim() < 2 or not _countable(labels):
+        return batch
+    counted = (labels[..., 1:] != IGNORED_LABEL).flatten(1).any(dim=1).nonzero().flatten()
+    total = rows_of(batch)
+    if len(counted) in (0, total):
+        return batch
+    chosen = counted[torch.arange(total, device=counted.device) % len(counted)]
+    return {
+        key: value[chosen] if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == total else value
+        for key, value in batch.items()
+    }
 
 
 def _unevenly_labelled(batch: Any) -> Any:
