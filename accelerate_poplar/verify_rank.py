@@ -24,7 +24,8 @@ from .config import LaunchEnvironment, PoplarConfig
 from .device import device_facts
 from .errors import ConfigError
 from .plan import LOCK_STEP_STAGES, Plan, RankPlan
-from .trainer import PoplarTrainer, TrainerHost
+from .trainer import PoplarTrainer
+from .trainer_host import TrainerHost
 from .verify import CaseResult, VerifyOptions, VerifyReport
 from .verify_models import Kind, Row, collate, find_kinds, make_rows
 

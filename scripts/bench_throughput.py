@@ -1,0 +1,188 @@
+"""What each way of sharing out the batch brings, measured side by side on unequal ranks, in one run.
+
+    python scripts/bench_throughput.py                       on CPUs: one rank emulated three times slower, then two ranks
+                                                             that share a core beside one with a core of its own
+    python scripts/bench_throughput.py --zero_stages 0 --models llama --rounds 1 --steps 4       a quick look
+    python scripts/bench_throughput.py                       on a host with two or more GPUs: its GPUs as they are
+
+For every model and ZeRO stage: the stock Trainer with DeepSpeed (an even split), then PoplarTrainer with the plans of the
+strategies flops (Whale's idea), proportional, poplar (as published) and optimal, and the bound: the sum of the ranks' own
+speeds, measured in the same run without any communication. Runs take turns, so that a noisy machine disturbs all alike;
+the step time is the median over all rounds. All runs see the same samples in every step, so their losses can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+EVEN = "even (Trainer)"
+GOALS = {0: 0.95, 1: 0.95, 2: 0.90, 3: 0.90}
+"""Share of the bound that `optimal` is to reach, by ZeRO stage."""
+NOISE = 0.02
+"""A rival that is faster by less is not ahead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One kind of inequality between ranks."""
+
+    title: str
+    """What it is, in words; says so where it is emulated."""
+    slowdown: tuple[float, ...] = ()
+    """Emulated factor per rank; empty = nothing is emulated."""
+    cores: tuple[int, ...] = ()
+    """Core each rank is bound to; empty = none."""
+    ranks: int = 2
+    """Number of ranks."""
+
+
+def main() -> int:
+    """Run all settings, print the tables."""
+    args = parse_arguments()
+    results = [result for setting in settings_of(args) for result in measure(setting, args)]
+    tables = [table_of(result, markdown=args.markdown) for result in results]
+    print("\n\n".join(tables))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    missed = [problem for result in results for problem in shortfalls(result)]
+    for problem in missed:
+        print(f"missed: {problem}")
+    return 1 if missed and args.check else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--imbalance", nargs="+", choices=("emulated", "affinity", "gpus"), help="default: what is here"
+    )
+    parser.add_argument("--slowdown", default="1,3", help="emulated factors, one per rank (default 1,3)")
+    parser.add_argument("--models", nargs="+", default=["llama", "bert"], choices=("llama", "bert"))
+    parser.add_argument("--size", default="tiny", choices=("tiny", "base"), help="base: 12 layers of 768, for GPUs")
+    parser.add_argument("--seq_len", type=int, default=64, help="tokens per sample (default 64)")
+    parser.add_argument("--zero_stages", nargs="+", type=int, default=[0, 1, 2, 3], choices=range(4))
+    parser.add_argument(
+        "--per_rank_samples", type=int, default=16, help="global batch over number of ranks (default 16)"
+    )
+    parser.add_argument("--steps", type=int, default=12, help="measured optimizer steps of a run (default 12)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of every strategy (default 3)")
+    parser.add_argument("--profile_budget_s", type=float, default=20.0)
+    parser.add_argument("--timeout_s", type=float, default=3600.0, help="for one setting")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when `optimal` misses its goal")
+    return parser.parse_args()
+
+
+def settings_of(args: argparse.Namespace) -> list[Setting]:
+    """What to measure on this machine."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    chosen = args.imbalance or (["gpus"] if gpus > 1 else ["emulated", "affinity"])
+    factors = tuple(float(part) for part in args.slowdown.split(","))
+    cores = sorted(os.sched_getaffinity(0))
+    found = []
+    for kind in chosen:
+        if kind == "gpus":
+            found.append(Setting(title=f"{gpus} GPUs of this host", ranks=gpus))
+        elif kind == "emulated":
+            bound = tuple(cores[rank % len(cores)] for rank in range(len(factors)))
+            title = f"emulated: ranks slowed {' : '.join(f'{factor:g}' for factor in factors)}"
+            found.append(Setting(title=title, slowdown=factors, cores=bound, ranks=len(factors)))
+        elif len(cores) > 1:
+            title = "real imbalance: rank 0 has a core of its own, ranks 1 and 2 share one"
+            found.append(Setting(title=title, cores=(cores[0], cores[1], cores[1]), ranks=3))
+        else:
+            raise SystemExit("bench_throughput: --imbalance affinity needs two cores.")
+    return found
+
+
+def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start the ranks of one setting and read what rank 0 wrote.
+
+    Raises:
+        SystemExit: A rank failed; its own output says why.
+    """
+    job = {
+        "title": setting.title,
+        "cores": setting.cores,
+        "slowdown": setting.slowdown,
+        "models": args.models,
+        "size": args.size,
+        "seq_len": args.seq_len,
+        "zero_stages": args.zero_stages,
+        "per_rank_samples": args.per_rank_samples,
+        "steps": args.steps,
+        "rounds": args.rounds,
+        "profile_budget_s": args.profile_budget_s,
+    }
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if setting.cores else {}
+    unwanted = ("POPLAR_CONFIG", "POPLAR_EMULATE_SLOWDOWN", "POPLAR_EMULATE_MEMORY_GIB")
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **hidden}
+    if setting.slowdown:
+        environment["POPLAR_EMULATE_SLOWDOWN"] = ",".join(f"{factor:g}" for factor in setting.slowdown)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "results.json"
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}"),
+            *(str(HERE / "bench_throughput_rank.py"), json.dumps(job), str(output)),
+        ]
+        code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=args.timeout_s).returncode
+        if code != 0:
+            raise SystemExit(f"bench_throughput: the ranks of '{setting.title}' failed (exit code {code}); see above.")
+        results: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
+    return results
+
+
+def table_of(result: dict[str, Any], *, markdown: bool) -> str:
+    """One model at one stage: a row per strategy, the bound last."""
+    from accelerate_poplar.text_table import format_table, short_sizes
+
+    even = result["strategies"][EVEN]["samples_per_s"]
+    header = ("strategy", "samples/s", "to even", "of the bound", "loss difference", "micro-batches by rank")
+    rows = []
+    for name, found in result["strategies"].items():
+        speed, bound = found["samples_per_s"], result["bound_samples_per_s"]
+        sizes = " / ".join(short_sizes(own) for own in found["micro_batch_sizes"])
+        note = f"{sizes} (as {found['same_as']})" if found["same_as"] else sizes
+        difference = f"{found['loss_difference']:.1e}"
+        rows.append((name, f"{speed:.1f}", f"{speed / even:.2f}x", f"{speed / bound:.3f}", difference, note))
+    bound = result["bound_samples_per_s"]
+    rows.append(("bound", f"{bound:.1f}", f"{bound / even:.2f}x", "1.000", "", "each rank on its own"))
+    title = f"{result['title']}; {result['model']}, ZeRO stage {result['zero_stage']}"
+    if not markdown:
+        return f"{title}\n{format_table(header, rows, left=(0, 5))}"
+    lines = [header, ("---", *["---:"] * 4, "---"), *rows]
+    return f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def shortfalls(result: dict[str, Any]) -> list[str]:
+    """Where `optimal` is below its share of the bound, behind a rival, or changes the loss."""
+    strategies = result["strategies"]
+    best = strategies["optimal"]
+    where = f"{result['title']}; {result['model']}, ZeRO stage {result['zero_stage']}"
+    share = best["samples_per_s"] / result["bound_samples_per_s"]
+    goal = GOALS[result["zero_stage"]]
+    problems = [f"{where}: {share:.3f} of the bound, the goal is {goal}"] if share < goal else []
+    for name, found in strategies.items():
+        ahead = found["samples_per_s"] / best["samples_per_s"]
+        if ahead > 1.0 + NOISE:
+            problems.append(f"{where}: {name} is {ahead:.2f}x as fast as optimal")
+        if not found["loss_difference"] < 1e-4:
+            problems.append(f"{where}: {name} changes the loss by {found['loss_difference']:.1e}")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

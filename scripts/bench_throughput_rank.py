@@ -1,0 +1,315 @@
+"""What every rank of `bench_throughput.py` does: profile, plan, and train with each strategy in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.trainer_callback import PrinterCallback
+
+from accelerate_poplar import ClusterProfile, Plan, PoplarConfig, PoplarTrainer, find_plan
+from accelerate_poplar.comm import Ranks, connect
+from accelerate_poplar.config import EmulationConfig
+from accelerate_poplar.curve import StepTimeCurve
+from accelerate_poplar.emulation import Emulation
+from accelerate_poplar.errors import PlanError
+from accelerate_poplar.host import has_accelerator, start_gloo_state
+
+EVEN = "even (Trainer)"
+STRATEGIES = ("flops", "proportional", "poplar", "optimal")
+WARM_UP = 3
+"""First optimizer steps of a run, not measured."""
+VOCABULARY = 1024
+SHAPES = {"tiny": (4, 128, 4), "base": (12, 768, 12)}
+"""Layers, hidden size, heads."""
+
+
+class StepClock(TrainerCallback):
+    """Times from the end of one optimizer step to the end of the next."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """One time per measured step."""
+        return [after - before for before, after in zip(self.ends[WARM_UP:], self.ends[WARM_UP + 1 :], strict=False)]
+
+
+class Bench:
+    """One setting on one rank."""
+
+    def __init__(self, job: Mapping[str, Any]) -> None:
+        self.job = job
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.rank = int(os.environ["RANK"])
+        self.global_batch_size = job["per_rank_samples"] * self.world_size
+        self.ranks: Ranks | None = None
+        emulation = EmulationConfig.from_environment()
+        self.slowdown = emulation.slowdown[self.rank] if emulation.slowdown else 1.0
+
+    def run(self) -> list[dict[str, Any]]:
+        """Every model at every stage."""
+        results = []
+        for model in self.job["models"]:
+            rows = self.rows(model)
+            profile = self.profile(model, rows)
+            for stage in self.job["zero_stages"]:
+                results.append(self.compare(model, stage, rows, profile))
+        return results
+
+    def say(self, text: str) -> None:
+        """One line on rank 0."""
+        if self.rank == 0:
+            print(f"bench_throughput: {text}", file=sys.stderr, flush=True)
+
+    # ---- models and data ----------------------------------------------------------------------------------------
+
+    def model(self, name: str) -> torch.nn.Module:
+        """The model, the same at every call."""
+        layers, hidden, heads = SHAPES[self.job["size"]]
+        length = self.job["seq_len"]
+        shape = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "max_position_embeddings": length,
+        }
+        set_seed(5)
+        if name == "llama":
+            return LlamaForCausalLM(LlamaConfig(**shape))
+        return BertForMaskedLM(BertConfig(**shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+
+    def rows(self, name: str) -> list[dict[str, torch.Tensor]]:
+        """As many rows as a run needs; masked once and for all, so that all runs see the same."""
+        generator = torch.Generator().manual_seed(1)
+        count = (self.job["steps"] + WARM_UP + 1) * self.global_batch_size
+        ids = torch.randint(4, VOCABULARY, (count, self.job["seq_len"]), generator=generator)
+        if name == "llama":
+            return [{"input_ids": row, "labels": row} for row in ids]
+        # Equally many labels in every row: the stock Trainer's average over ranks is then the average over tokens.
+        hidden = torch.rand(ids.shape, generator=generator).argsort(dim=1) < max(1, self.job["seq_len"] // 7)
+        labels, masked = ids.masked_fill(~hidden, -100), ids.masked_fill(hidden, 3)
+        return [{"input_ids": row, "labels": label} for row, label in zip(masked, labels, strict=True)]
+
+    # ---- profile and plans --------------------------------------------------------------------------------------
+
+    def profile(self, model: str, rows: list[Any]) -> ClusterProfile:
+        """The profile of all stages, with a peak for every rank."""
+        self.say(f"{self.job['title']}: profiling {model}")
+        config = PoplarConfig(
+            zero_stage="auto",
+            global_batch_size=self.global_batch_size,
+            profile_budget_s=self.job["profile_budget_s"],
+            reprofile=True,
+            replan="off",
+            report=False,
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            self.forget()
+            trainer = PoplarTrainer(
+                model=self.model(model), args=self.arguments(folder, None, 1), train_dataset=rows, poplar_config=config
+            )
+            trainer.poplar_prepare()
+        self.ranks = connect()
+        found = trainer.poplar.profile
+        if min(rank.peak_flops for rank in found.ranks) > 0:
+            return found
+        # A processor's data sheet knows nothing of cores shared with others; an emulated rank's knows the slowdown.
+        factors = self.job["slowdown"] or [1.0] * self.world_size
+        peaks = [1e12 / factor for factor in factors]
+        ranks = tuple(dataclasses.replace(r, peak_flops=p) for r, p in zip(found.ranks, peaks, strict=True))
+        return dataclasses.replace(found, ranks=ranks)
+
+    def plans(self, profile: ClusterProfile, zero_stage: int) -> dict[str, Plan]:
+        """The plan of every strategy that has one."""
+        found = {}
+        for name in STRATEGIES:
+            try:
+                found[name] = find_plan(
+                    profile, global_batch_size=self.global_batch_size, zero_stage=zero_stage, strategy=name
+                )
+            except PlanError as problem:
+                self.say(f"{name} has no plan at ZeRO stage {zero_stage}: {problem}")
+        return found
+
+    # ---- runs ---------------------------------------------------------------------------------------------------
+
+    def compare(self, model: str, stage: int, rows: list[Any], profile: ClusterProfile) -> dict[str, Any]:
+        """All strategies in turn, several rounds."""
+        plans = self.plans(profile, stage)
+        # Equal plans are run once, under the name of the first.
+        first = {name: next(other for other in plans if same(plans[other], plan)) for name, plan in plans.items()}
+        wanted = [EVEN, *(name for name in plans if first[name] == name)]
+        seconds: dict[str, list[float]] = {name: [] for name in wanted}
+        losses: dict[str, list[float]] = {}
+        speeds: list[float] = []
+        for turn in range(self.job["rounds"]):
+            self.say(f"{model}, ZeRO stage {stage}, round {turn + 1} of {self.job['rounds']}: {', '.join(wanted)}")
+            for name in wanted[turn % len(wanted) :] + wanted[: turn % len(wanted)]:
+                times, losses[name] = self.train(model, stage, rows, plans.get(name))
+                seconds[name] += times
+            speeds.append(self.own_speed(model, rows, profile))
+        bounds = self.ranks.gather(statistics.median(speeds))
+        even_plan = [[self.job["per_rank_samples"]]] * self.world_size
+        strategies = {}
+        for name in (EVEN, *plans):
+            run = first.get(name, name)
+            sizes = [list(rank.micro_batch_sizes) for rank in plans[name].ranks] if name in plans else even_plan
+            strategies[name] = {
+                "samples_per_s": self.global_batch_size / statistics.median(seconds[run]),
+                "step_time_s": statistics.median(seconds[run]),
+                "step_times_s": seconds[run],
+                "predicted_step_time_s": plans[name].predicted_step_time_s if name in plans else None,
+                "loss_difference": max(abs(a - b) for a, b in zip(losses[run], losses[EVEN], strict=True)),
+                "micro_batch_sizes": sizes,
+                "same_as": run if run != name else "",
+            }
+        return {
+            "title": self.job["title"],
+            "emulated": bool(self.job["slowdown"]),
+            "model": f"{self.job['size']} {model}",
+            "zero_stage": stage,
+            "global_batch_size": self.global_batch_size,
+            "bound_samples_per_s": sum(bounds),
+            "own_samples_per_s": bounds,
+            "strategies": strategies,
+        }
+
+    def train(self, model: str, stage: int, rows: list[Any], plan: Plan | None) -> tuple[list[float], list[float]]:
+        """One run: step times of its measured steps and all its logged losses, those of rank 0 on every rank."""
+        self.forget()
+        clock = StepClock()
+        with tempfile.TemporaryDirectory() as folder:
+            args = self.arguments(folder, stage, self.job["per_rank_samples"])
+            common = {"model": self.model(model), "args": args, "train_dataset": rows, "callbacks": [clock]}
+            if plan is None:
+                trainer = Trainer(**common)
+                emulation = Emulation(slowdown=self.slowdown)
+                emulation.attach(trainer.model)
+            else:
+                config = PoplarConfig(replan="off", report=False)
+                trainer = PoplarTrainer(**common, poplar_plan=plan, poplar_config=config)
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        times, losses = self.ranks.broadcast((clock.seconds(), losses))
+        del trainer, common
+        gc.collect()
+        return times, losses
+
+    def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> float:
+        """Samples/s of this rank in forward and backward at its fastest size, all ranks at once and none waiting."""
+        own = profile.ranks[self.rank]
+        caps = [stage.max_micro_batch_size[self.rank] for stage in profile.zero_stages.values()]
+        size = StepTimeCurve.fit(own.points, max_micro_batch_size=max(caps)).fastest_size()
+        network = self.model(model).to(self.device()).train()
+        batch = {key: torch.stack([row[key] for row in rows[:size]]).to(self.device()) for key in rows[0]}
+        times = []
+        self.ranks.gather(None)
+        with Emulation(slowdown=self.slowdown).attach(network):
+            started = time.perf_counter()
+            while len(times) < 4 or time.perf_counter() - started < 3.0:
+                before = time.perf_counter()
+                torch.autograd.backward(network(**batch).loss)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - before)
+                network.zero_grad()
+        return size / statistics.median(times[1:])
+
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_accelerator() else torch.device("cpu")
+
+    def arguments(self, folder: str, zero_stage: int | None, per_device: int) -> TrainingArguments:
+        """The same for every run."""
+        deepspeed = None
+        if zero_stage is not None:
+            keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+            deepspeed = {
+                **dict.fromkeys(keys, "auto"),
+                "zero_optimization": {"stage": zero_stage},
+                "bf16": {"enabled": "auto"},
+                "gradient_clipping": 0.0,
+                "steps_per_print": 10**9,
+            }
+        on_gloo = {} if has_accelerator() else {"accelerator_config": {"use_configured_state": True}}
+        return TrainingArguments(
+            output_dir=folder,
+            max_steps=self.job["steps"] + WARM_UP + 1,
+            per_device_train_batch_size=per_device,
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            seed=5,
+            learning_rate=1e-3,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            train_sampling_strategy="sequential",
+            bf16=has_accelerator(),
+            log_level="error",
+            dataloader_pin_memory=False,
+            deepspeed=deepspeed,
+            **on_gloo,
+        )
+
+    def forget(self) -> None:
+        """Make the host libraries forget the run before, as in a new process."""
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        unset_hf_deepspeed_config()
+        if not has_accelerator():
+            start_gloo_state()
+
+
+def same(one: Plan, other: Plan) -> bool:
+    """True where two plans decide the same."""
+    return one.digest == other.digest
+
+
+def main() -> int:
+    """Run one setting; rank 0 writes the results."""
+    warnings.simplefilter("ignore")
+    job, output = json.loads(sys.argv[1]), Path(sys.argv[2])
+    if job["cores"]:
+        os.sched_setaffinity(0, {job["cores"][int(os.environ["RANK"])]})
+    bench = Bench(job)
+    results = bench.run()
+    if bench.rank == 0:
+        output.write_text(json.dumps(results), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
