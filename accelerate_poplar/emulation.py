@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from .allocations import AllocationCounter
 from .errors import ConfigError
 
-_SMALLEST_SLEEP_S = 2e-4
-"""Shorter debts wait for more: a sleep costs a system call and ends some 60 microseconds late."""
+_SMALLEST_SLEEP_S = 2e-3
+"""Shorter debts wait for more: a sleep ends some 60 microseconds late and leaves the processor cold."""
 _SLEEPS_PER_PASS = 8
 """About how many pieces a pass is slowed in: more would leave the processor cold too often, which slows it twice."""
 

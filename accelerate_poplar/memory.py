@@ -133,18 +133,20 @@ def _fake_activation_bytes(
     except ImportError as problem:
         raise PredictionUnavailableError(f"this torch has no FakeTensorMode ({problem}).") from problem
     counter = AllocationCounter(device_type=device.type)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         # A model may keep tensors it makes on the way; fake ones must not stay.
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True) as mode,
-            module_state(model),
-        ):
-            counter.know(_use_fakes(model, device, dtype), count=True)
-            fake_batch = on_training_device(map_tensors(batch, mode.from_tensor), device, dtype)
+        with module_state(model):
+            with mode:
+                counter.know(_use_fakes(model, device, dtype), count=True)
             held = counter.live_bytes
-            counter.know(tensors_in(fake_batch), count=True)
+            # Tokens, masks and labels stay real, so that a loss may count them and a model may look at its mask.
+            batch = on_training_device(
+                map_tensors(batch, lambda t: mode.from_tensor(t) if t.is_floating_point() else t), device, dtype
+            )
+            counter.know(tensors_in(batch), count=True)
             with counter, torch.enable_grad():
-                loss_fn(model, fake_batch).backward()  # type: ignore[no-untyped-call]
+                loss_fn(model, batch).backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as problem:
         raise PredictionUnavailableError(f"{type(problem).__name__}: {problem}") from problem
     return counter.peak_bytes - held

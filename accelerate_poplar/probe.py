@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from .memory import LossFunction, MakeBatch, on_training_device
 from .points import PointPicker
 
 _FEWEST_REPEATS = 3
-_MOST_REPEATS = 9
+_MOST_REPEATS = 15
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
 Clock = Callable[[], float]
@@ -46,29 +47,20 @@ class MicroStepper:
     micro_steps: int = field(default=0, init=False)
     """Micro-steps run so far, warm-ups included."""
 
-    def time(self, micro_batch_size: int, *, relative_error: float) -> tuple[float, float]:
-        """Median seconds of a micro-batch after a warm-up, repeated while the repeats disagree.
+    def time(self, micro_batch_size: int, *, warm: bool = False) -> list[float]:
+        """Seconds of a few repeats of one micro-batch.
 
         Args:
             micro_batch_size: Samples.
-            relative_error: Enough when the median's standard error is within this share of it.
-
-        Returns:
-            Seconds, and the relative standard error that was reached.
+            warm: True: this size has been timed before, one repeat without a warm-up is enough.
 
         Raises:
             torch.OutOfMemoryError: It does not fit.
         """
-        batch = self._batch(micro_batch_size)
-        self._run(batch)
-        seconds: list[float] = []
-        while len(seconds) < _MOST_REPEATS:
-            begin = self.clock()
+        batch = self.make_batch(micro_batch_size)
+        if not warm:
             self._run(batch)
-            seconds.append(self.clock() - begin)
-            if len(seconds) >= _FEWEST_REPEATS and _standard_error(seconds) <= relative_error:
-                break
-        return statistics.median(seconds), _standard_error(seconds)
+        return [self._timed(batch) for _ in range(1 if warm else _FEWEST_REPEATS)]
 
     def activation_bytes(self, micro_batch_size: int) -> int:
         """Bytes a micro-batch really needs on top of parameters, gradients and buffers.
@@ -76,7 +68,7 @@ class MicroStepper:
         Raises:
             torch.OutOfMemoryError: It does not fit.
         """
-        batch = self._batch(micro_batch_size)
+        batch = self.make_batch(micro_batch_size)
         self._run(batch)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -99,8 +91,10 @@ class MicroStepper:
             self.emulation.forget_memory()
         free_memory(self.device)
 
-    def _batch(self, micro_batch_size: int) -> Any:
-        return self.make_batch(micro_batch_size)
+    def _timed(self, batch: Any) -> float:
+        start = self.clock()
+        self._run(batch)
+        return self.clock() - start
 
     def _run(self, batch: Any) -> None:
         self.micro_steps += 1
@@ -122,32 +116,57 @@ class MicroStepper:
 class TimedSizes:
     """What came of timing one size after the other."""
 
-    seconds: dict[int, float] = field(default_factory=dict)
-    """Median seconds by micro-batch size."""
+    repeats: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds of every repeat, by micro-batch size."""
     proven_cap: int | None = None
     """Largest size left after memory ran out in spite of the prediction; None when it never did."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Sizes that failed for another reason, and why."""
 
+    @property
+    def seconds(self) -> dict[int, float]:
+        """Median seconds by micro-batch size, in increasing order of size."""
+        return {size: statistics.median(self.repeats[size]) for size in sorted(self.repeats)}
+
+    def doubtful(self, relative_error: float) -> list[int]:
+        """Sizes whose repeats disagree, or that are faster than a smaller size, in increasing order."""
+        found = {size for size, repeats in self.repeats.items() if standard_error(repeats) > relative_error}
+        for (small, fast), (large, slow) in itertools.pairwise(self.seconds.items()):
+            if slow < fast:
+                found |= {small, large}
+        return sorted(size for size in found if len(self.repeats[size]) < _MOST_REPEATS)
+
+
+class Timer(Protocol):
+    """Times one size; `MicroStepper.time` is the real one."""
+
+    def __call__(self, micro_batch_size: int, *, warm: bool = False) -> list[float]:
+        """Seconds of every repeat."""
+
 
 def time_sizes(
-    time_one: Callable[[int], tuple[float, float]],
+    timer: Timer,
     picker: PointPicker,
     *,
+    relative_error: float,
     out_of_time: Callable[[], bool],
     recover: Callable[[], None],
     progress: Callable[[str], None],
 ) -> TimedSizes:
-    """Time the sizes the picker asks for until it is content or time is up; the first size is always timed.
+    """Time the sizes the picker asks for, then those in doubt again, until time is up; one size is timed in any case.
+
+    Repeats of a doubtful size are spread over rounds through all of them, so that a spell of other load on the host
+    does not fall on one size alone.
 
     Running out of memory lowers the picker's largest size half-way to the largest that fits. A size that fails for
     another reason is skipped, unless nothing else has worked.
 
     Args:
-        time_one: Size -> seconds and their relative standard error.
+        timer: Times one size.
         picker: Chooses the sizes.
-        out_of_time: True when no further size may be started.
-        recover: Called after memory ran out.
+        relative_error: Standard error of a median that is good enough.
+        out_of_time: True when nothing more may be started.
+        recover: Called after a size failed.
         progress: Told which size is next.
 
     Raises:
@@ -155,26 +174,32 @@ def time_sizes(
     """
     result = TimedSizes()
     while (size := picker.ask()) is not None:
-        if result.seconds and out_of_time():
-            break
+        if result.repeats and out_of_time():
+            return result
         progress(f"micro-batch {size}")
         try:
-            seconds, noise = time_one(size)
+            repeats = timer(size)
         except torch.OutOfMemoryError:
             recover()
-            fits = max((s for s in result.seconds if s < size), default=0)
+            fits = max((s for s in result.repeats if s < size), default=0)
             picker.lower_cap((fits + size) // 2 if size - fits > 1 else fits)
             result.proven_cap = picker.largest
             continue
         except RuntimeError as problem:
-            if not result.seconds:
+            if not result.repeats:
                 raise
             recover()
             result.skipped[size] = str(problem)
             picker.skip(size)
             continue
-        picker.tell(size, seconds, noise)
-        result.seconds[size] = seconds
+        picker.tell(size, statistics.median(repeats), standard_error(repeats))
+        result.repeats[size] = repeats
+    while doubtful := result.doubtful(relative_error):
+        for size in doubtful:
+            if out_of_time():
+                return result
+            progress(f"micro-batch {size} again")
+            result.repeats[size] += timer(size, warm=True)
     return result
 
 
@@ -192,7 +217,7 @@ def free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _standard_error(seconds: Sequence[float]) -> float:
+def standard_error(seconds: Sequence[float]) -> float:
     """Standard error of the median relative to it, estimated from the median absolute deviation."""
     middle = statistics.median(seconds)
     deviation = statistics.median(abs(s - middle) for s in seconds)

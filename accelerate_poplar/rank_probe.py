@@ -261,7 +261,8 @@ class RankProber:
         activations = predicted
         if activations is None:
             activations = ActivationMemory.fit(_combined([dict(real) for real, _ in results], forms))
-        timed = TimedSizes(seconds=_combined([times.seconds for _, times in results], forms))
+        seconds = _combined([times.seconds for _, times in results], forms)
+        timed = TimedSizes(repeats={size: [value] for size, value in seconds.items()})
         return activations, timed
 
     def _measure_form(
@@ -276,13 +277,14 @@ class RankProber:
         timed = TimedSizes()
         for size in sizes:
             self.request.progress(f"micro-batch {size}, one more block")
-            timed.seconds[size], _ = stepper.time(size, relative_error=self.request.relative_error / 4.0)
+            timed.repeats[size] = stepper.time(size)
         return real, timed
 
     def _time_sizes(self, stepper: MicroStepper, largest: int) -> TimedSizes:
         return time_sizes(
-            lambda size: stepper.time(size, relative_error=self.request.relative_error),
+            stepper.time,
             PointPicker(largest=largest, relative_error=self.request.relative_error),
+            relative_error=self.request.relative_error,
             out_of_time=lambda: self.request.clock() > self.deadline,
             recover=stepper.recover,
             progress=self.request.progress,

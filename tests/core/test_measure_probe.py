@@ -20,14 +20,14 @@ class Device:
         self.recovered = 0
         self.seen: list[int] = []
 
-    def time(self, size: int) -> tuple[float, float]:
+    def time(self, size: int, *, warm: bool = False) -> list[float]:
         self.seen.append(size)
         if size in self.broken:
             raise self.broken[size]
         if size > self.fits:
             raise torch.OutOfMemoryError("scripted")
         self.now += 1.0 + size
-        return 1.0 + size, 0.0
+        return [1.0 + size] * (1 if warm else 3)
 
     def run(self, largest: int, budget_s: float = 1e9):
         def recover() -> None:
@@ -36,6 +36,7 @@ class Device:
         return time_sizes(
             self.time,
             PointPicker(largest=largest, relative_error=0.03),
+            relative_error=0.03,
             out_of_time=lambda: self.now > budget_s,
             recover=recover,
             progress=lambda text: None,
@@ -128,19 +129,49 @@ class Clock:
         return self.now
 
 
-def test_the_median_of_repeats_after_a_warm_up() -> None:
-    probe = stepper(Clock(2.0, 2.0, 2.0))
-    seconds, noise = probe.time(2, relative_error=0.03)
-    assert seconds == 2.0
-    assert noise == 0.0
+def test_a_few_repeats_after_a_warm_up() -> None:
+    probe = stepper(Clock(2.0, 3.0, 2.0, 5.0))
+    assert probe.time(2) == [2.0, 3.0, 2.0]
     assert probe.micro_steps == 4, "one warm-up, three repeats"
+    assert probe.time(2, warm=True) == [5.0]
+    assert probe.micro_steps == 5
 
 
-def test_repeats_go_on_while_they_disagree() -> None:
-    probe = stepper(Clock(1.0, 2.0, 3.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0))
-    seconds, _ = probe.time(2, relative_error=0.03)
-    assert seconds == 2.0
-    assert probe.micro_steps > 4
+class Unsteady(Device):
+    """Answers from a list, per size; the last answer stays."""
+
+    def __init__(self, answers: dict[int, list[float]]) -> None:
+        super().__init__()
+        self.answers = {size: list(seconds) for size, seconds in answers.items()}
+
+    def time(self, size: int, *, warm: bool = False) -> list[float]:
+        self.seen.append(size)
+        self.now += 1.0
+        left = self.answers[size]
+        return [left.pop(0) if len(left) > 1 else left[0] for _ in range(1 if warm else 3)]
+
+
+def test_sizes_whose_repeats_disagree_are_timed_again() -> None:
+    device = Unsteady({1: [1.0], 2: [4.0, 2.0, 6.0, 2.0, 2.0, 2.0, 2.0], 4: [4.0]})
+    result = device.run(4)
+    assert result.seconds == {1: 1.0, 2: 2.0, 4: 4.0}
+    assert device.seen.count(1) == device.seen.count(4) == 1
+
+
+def test_a_size_that_seems_faster_than_a_smaller_one_is_looked_at_again_with_it() -> None:
+    device = Unsteady({1: [1.0], 2: [5.0, 5.0, 5.0, 2.0], 3: [2.5], 4: [3.0]})
+    result = device.run(4)
+    assert result.seconds == {1: 1.0, 2: 2.0, 3: 2.5, 4: 3.0}
+    assert device.seen[:8] == [1, 2, 4, 3, 2, 3, 2, 3], "in turns"
+
+
+def test_noise_without_end_is_given_up() -> None:
+    device = Unsteady({1: [1.0, 3.0] * 50, 2: [2.0], 4: [4.0]})
+    device.run(4)
+    assert device.seen.count(1) < 20
+    hurried = Unsteady({1: [1.0, 3.0] * 50, 2: [2.0], 4: [4.0]})
+    hurried.run(4, budget_s=3.5)
+    assert hurried.seen.count(1) <= 2
 
 
 def test_an_allocator_without_an_exception_of_its_own_is_understood() -> None:
