@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from .limits import limited_by
 from .console import NAME, console
 from .errors import PoplarError
+from .limits import limited_by
 from .plan import Plan
 from .profiles import ClusterProfile, RankProfile, StageProfile
 from .search import find_plan
