@@ -21,6 +21,7 @@ from accelerate_poplar.verify_rank import Found, uneven_plan
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WRONG = str(Path(__file__).resolve().parent / "suites" / "verify_wrong_weights.py")
+PROGRAM = str(Path(__file__).resolve().parent / "suites" / "verify_program.py")
 TIMEOUT_S = 400.0
 
 
@@ -91,20 +92,11 @@ def test_it_fails_and_names_what_differs_when_the_weighting_is_wrong(capsys: pyt
 def test_it_runs_on_the_ranks_of_a_launcher_with_a_model_of_the_users_own(tmp_path: Path) -> None:
     model, text = save_gpt2(tmp_path / "model"), tmp_path / "notes.txt"
     text.write_text("The same training run, on unequal ranks. " * 40)
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import argparse, sys\n"
-        "from accelerate_poplar import cli_verify\n"
-        "parser = argparse.ArgumentParser()\n"
-        "cli_verify.add_parsers(parser.add_subparsers(required=True))\n"
-        "args = parser.parse_args()\n"
-        "sys.exit(args.run(args))\n"
-    )
     result = subprocess.run(
         [
             *(str(Path(sys.executable).with_name("accelerate")), "launch"),
             *("--config_file", "configs/cpu_two_ranks.yaml", "--zero_stage", "3"),
-            *(str(program), "verify", "--model", str(model), "--data", str(text), "--zero-stages", "2"),
+            *(PROGRAM, "verify", "--model", str(model), "--data", str(text), "--zero-stages", "2"),
         ],
         cwd=REPOSITORY,
         stdin=subprocess.DEVNULL,
