@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from . import cli_plan, launch
+from . import cli_plan, cli_report, cli_verify, launch
 from .errors import PoplarError
 
 DESCRIPTION = """\
@@ -32,7 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (give it before COMMAND)")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     launch.add_parser(subparsers)
-    cli_plan.add_parsers(subparsers)
+    for commands in (cli_plan, cli_report, cli_verify):
+        commands.add_parsers(subparsers)
     return parser
 
 
@@ -51,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output (`| head`) has seen enough; nothing more can be written, not even at exit.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        return 0
     except PoplarError as error:
         if args.debug:
             raise
