@@ -53,6 +53,7 @@ _STAGE3_METHODS = {
     "set_fp32_grad_for_param": ("self", "value", "param"),
     "set_full_hp_param": ("self", "value", "param", "optim_state_key"),
     "update_fp32_grad_for_param_vectorized": ("self", "update_func", "param_list"),
+    "load_hp_checkpoint_state_from_checkpoint_dir_stage3": ("self", "checkpoint_dir"),
     "load_hp_checkpoint_state": ("self", "folder", "key", "param"),
     "state_dict": ("self",),
     "_rigid_load_state_dict": ("self", "state_dict", "load_optimizer_states"),

@@ -189,6 +189,18 @@ class UnevenStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
         check_record(state_dict.get(RECORD_KEY), self.shares)
         super()._rigid_load_state_dict(state_dict, load_optimizer_states=load_optimizer_states)
 
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
+        """As the stock method, with a step counter for every sub-group.
+
+        The stock method gives all of them one tensor, which an optimizer that counts in place (torch's) then raises once
+        per sub-group and step.
+        """
+        super().load_hp_checkpoint_state_from_checkpoint_dir_stage3(checkpoint_dir)
+        for master in self.fp32_partitioned_groups_flat:
+            state = self.optimizer.state[master]
+            if isinstance(state["step"], torch.Tensor):
+                state["step"] = state["step"].clone()
+
     def load_hp_checkpoint_state(self, folder: str, key: str, param: Sharded | None = None) -> torch.Tensor:
         """This rank's shard of one state of one parameter in a universal checkpoint."""
         loaded = torch.load(os.path.join(folder, f"{key}.pt"), weights_only=False)

@@ -127,3 +127,19 @@ ONE_PROCESS = {2: (LARGE_FIRST, ((3, 1), (6, 2))), 3: (FIVE_TWO_ONE, ((4, 2, 1),
 """Fractions and micro-batch sizes of the runs that are compared with one process, by number of ranks."""
 CHECKS = ("setters", "restored", "refusals", "no-engine", "stock-after")
 """Further checks of the two-rank launch."""
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "zero1": {"name": "", "zero_stage": 1, "fractions": LARGE_FIRST, "bf16": False},
+    "zero2": {"name": "", "zero_stage": 2, "fractions": LARGE_FIRST, "sizes": (3, 1), "frozen": True},
+    "zero3": {
+        "name": "",
+        "zero_stage": 3,
+        "fractions": LARGE_FIRST,
+        "sizes": (3, 1),
+        "zero": (*SHARDED, ("sub_group_size", 1500)),
+    },
+    "zero3-frozen": {"name": "", "zero_stage": 3, "fractions": LARGE_FIRST, "frozen": True, "zero": SHARDED},
+}
+"""Runs whose checkpoints are saved, resumed and converted."""
+CHECKPOINT_STEPS = ("train_and_save", "same_shares", "other_shares", "even_copy", "fp32_file", "universal")
+"""What is done with each on two ranks; on three ranks: `three_ranks`."""

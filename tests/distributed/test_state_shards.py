@@ -8,19 +8,21 @@ from typing import Any
 import pytest
 
 from .launch import run_suite
-from .state_cases import CHECKS, ONE_PROCESS, StateCase, case_id, cases
+from .state_cases import CHECKPOINT_STEPS, CHECKPOINTS, CHECKS, ONE_PROCESS, StateCase, case_id, cases
 
 Results = Callable[[int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """The launch on three ranks reads checkpoints that the one on two ranks has written."""
+    folder = tmp_path_factory.mktemp("state")
     found: dict[int, dict[str, Any]] = {}
 
     def of(world_size: int) -> dict[str, Any]:
-        if world_size not in found:
-            folder = tmp_path_factory.mktemp(f"state{world_size}")
-            found[world_size] = run_suite("state_shards", world_size=world_size, folder=folder, timeout_s=600)
+        for count in (2, world_size):
+            if count not in found:
+                found[count] = run_suite("state_shards", world_size=count, folder=folder, timeout_s=600)
         return found[world_size]
 
     return of
@@ -46,3 +48,15 @@ def test_equals_one_process(results: Results, world_size: int, sizes: tuple[int,
 @pytest.mark.parametrize("name", CHECKS)
 def test_further(results: Results, name: str) -> None:
     assert results(2)[name] == ""
+
+
+@pytest.mark.parametrize("step", CHECKPOINT_STEPS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint(results: Results, name: str, step: str) -> None:
+    assert results(2)[f"{name}-{step}"] == ""
+
+
+@pytest.mark.scenario(37)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_three_ranks_continue_what_two_saved(results: Results, name: str) -> None:
+    assert results(3)[f"{name}-three_ranks"] == ""

@@ -140,6 +140,8 @@ def expect(settings: dict[str, Any], error: type[Exception], pattern: str) -> li
 
 
 def all_checks(world_size: int) -> dict[str, Any]:
+    from suites import state_checkpoints
+
     checks: dict[str, Any] = {case_id(case): functools.partial(check, case) for case in cases(world_size)}
     if world_size == 2:
         checks |= {name: functools.partial(further_check, name) for name in CHECKS}
@@ -147,7 +149,7 @@ def all_checks(world_size: int) -> dict[str, Any]:
         for sizes in ONE_PROCESS[world_size][1]:
             name = f"one-process-zero{stage}-{'_'.join(map(str, sizes))}"
             checks[name] = functools.partial(one_process, stage, sizes, world_size)
-    return checks
+    return checks | state_checkpoints.all_checks(world_size)
 
 
 if __name__ == "__main__":
