@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import re
@@ -15,7 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from accelerate_poplar import cli_plan, cli_report, cli_verify
+from accelerate_poplar import cli_verify
+from accelerate_poplar.cli import build_parser
 from tests.core.report_run import write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,14 +100,6 @@ def commands() -> list[Command]:
 COMMANDS = commands()
 
 
-def parser() -> argparse.ArgumentParser:
-    whole = argparse.ArgumentParser(prog="accelerate-poplar")
-    subparsers = whole.add_subparsers(required=True)
-    for module in (cli_plan, cli_report, cli_verify):
-        module.add_parsers(subparsers)
-    return whole
-
-
 def load_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
@@ -149,7 +141,7 @@ def test_commands_on_a_runs_files(
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command.text)[1:]
-    args = parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     assert args.run(args) == 0
     assert capsys.readouterr().out.strip()
 
@@ -159,14 +151,14 @@ def test_commands_on_a_runs_files(
 )
 def test_the_options_of_verify_exist(command: Command) -> None:
     arguments = shlex.split(command.text.split("verify", 1)[1])
-    assert parser().parse_args(["verify", *arguments]).run is cli_verify.run
+    assert build_parser().parse_args(["verify", *arguments]).run is cli_verify.run
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.text.startswith("torchrun")], ids=str)
 def test_the_options_of_torchrun_exist(command: Command) -> None:
     from torch.distributed.run import get_args_parser
 
-    args = get_args_parser().parse_args(shlex.split(command.text)[1:])
+    args = get_args_build_parser().parse_args(shlex.split(command.text)[1:])
     assert args.nnodes == "2"
     assert args.node_rank in (0, 1)
 
