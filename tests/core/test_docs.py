@@ -158,7 +158,7 @@ def test_the_options_of_verify_exist(command: Command) -> None:
 def test_the_options_of_torchrun_exist(command: Command) -> None:
     from torch.distributed.run import get_args_parser
 
-    args = get_args_build_parser().parse_args(shlex.split(command.text)[1:])
+    args = get_args_parser().parse_args(shlex.split(command.text)[1:])
     assert args.nnodes == "2"
     assert args.node_rank in (0, 1)
 
