@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,8 @@ from .limits import limited_by
 from .plan import Plan
 from .profiles import ClusterProfile
 from .report import Prediction, predict
-from .run_files import Entry, RunRecord, read_run
+from .report_parts import Figure, Table, between, cell, count, files, measured_facts, seconds, settled
+from .run_files import RunRecord, read_run
 from .search import STRATEGIES, find_plan
 from .step_model import group_ranks
 from .text_table import percent, short_ranks, short_sizes
@@ -30,28 +29,6 @@ MOST_ROWS = 64
 """Ranks beyond which the tables stop."""
 MOST_CURVES = 12
 """Kinds of rank beyond which no further curve is drawn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A picture and what it shows."""
-
-    svg: str
-    """The `svg` element."""
-    caption: str
-    """A sentence or two."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table whose cells carry their units in the column's title."""
-
-    header: tuple[str, ...]
-    """Titles, units included."""
-    rows: tuple[tuple[str, ...], ...]
-    """Cells, as many as titles."""
-    note: str = ""
-    """A sentence below it."""
 
 
 def write_report(folder: str | Path) -> Path:
@@ -117,7 +94,7 @@ class _Page:
             "events": record.events,
             "advice": self._advice(),
             "remarks": self.remarks,
-            "file_names": _files(record.folder),
+            "file_names": files(record.folder),
             "has_profile": self.profile is not None,
             "has_entries": bool(record.entries),
         }
@@ -159,10 +136,10 @@ class _Page:
             ]
         if profile is not None and profile.num_parameters:
             length = f", {profile.seq_len} tokens a sample" if profile.seq_len else ""
-            facts.append(("model", f"{_count(profile.num_parameters)} parameters, {profile.dtype}{length}"))
-        settled = _settled(self.record.entries)
-        if settled:
-            facts += _measured_facts(settled)
+            facts.append(("model", f"{count(profile.num_parameters)} parameters, {profile.dtype}{length}"))
+        entries = settled(self.record.entries)
+        if entries:
+            facts += measured_facts(entries)
         if self.record.last_loss is not None:
             step, loss = self.record.last_loss
             facts.append(("last logged loss", f"{loss:.4g} at step {step}"))
@@ -173,21 +150,21 @@ class _Page:
         figures, sentences = self.prediction, []
         if figures is None:
             return ["Nothing was measured before this run, so there is no prediction to compare with."]
-        sentences.append(f"An optimizer step is {self.word} to take {_seconds(figures.step_time_s)}.")
+        sentences.append(f"An optimizer step is {self.word} to take {seconds(figures.step_time_s)}.")
         if figures.even_step_time_s:
             sentences.append(
-                f"The even split would take {_seconds(figures.even_step_time_s)}: this plan is "
+                f"The even split would take {seconds(figures.even_step_time_s)}: this plan is "
                 f"{self.word} to be {figures.even_step_time_s / figures.step_time_s:.2f} times as fast."
             )
         else:
             sentences.append("The even split does not fit into every rank's memory.")
         if figures.alone_step_time_s:
             sentences.append(
-                f"Rank {figures.fastest_rank}, the fastest, would take {_seconds(figures.alone_step_time_s)} alone."
+                f"Rank {figures.fastest_rank}, the fastest, would take {seconds(figures.alone_step_time_s)} alone."
             )
-        settled = _settled(self.record.entries)
-        if settled and settled[-1].predicted_step_time_s:
-            ratios = [e.step_time_s / e.predicted_step_time_s for e in settled if e.predicted_step_time_s]
+        entries = settled(self.record.entries)
+        if entries and entries[-1].predicted_step_time_s:
+            ratios = [e.step_time_s / e.predicted_step_time_s for e in entries if e.predicted_step_time_s]
             sentences.append(
                 f"Measured step time was {statistics.median(ratios):.2f} times the prediction "
                 f"(median of {len(ratios)} {'entry' if len(ratios) == 1 else 'entries'})."
@@ -260,7 +237,7 @@ class _Page:
         for own, rank in zip(self.plan.ranks, self.profile.ranks, strict=True):
             known = [(p.micro_batch_size, p.peak_memory_bytes) for p in rank.points if p.peak_memory_bytes]
             if known:
-                found[own.rank] = _between(known, max(own.micro_batch_sizes)) / GIB
+                found[own.rank] = between(known, max(own.micro_batch_sizes)) / GIB
         return found
 
     def _measured_gib(self) -> dict[int, float]:
@@ -278,8 +255,8 @@ class _Page:
             (
                 str(rank.rank),
                 f"{rank.memory_bytes / GIB:.2f}" if rank.memory_bytes else "unknown",
-                _cell(planned.get(rank.rank)),
-                _cell(measured.get(rank.rank)),
+                cell(planned.get(rank.rank)),
+                cell(measured.get(rank.rank)),
             )
             for rank in profile.ranks[:MOST_ROWS]
         )
@@ -329,13 +306,13 @@ class _Page:
         )
 
     def _rank_times(self) -> Table | None:
-        settled = _settled(self.record.entries)
-        ranks = sorted({rank.rank for entry in settled for rank in entry.ranks})
+        entries = settled(self.record.entries)
+        ranks = sorted({rank.rank for entry in entries for rank in entry.ranks})
         if not ranks:
             return None
         rows = []
         for number in ranks[:MOST_ROWS]:
-            own = [rank for entry in settled for rank in entry.ranks if rank.rank == number]
+            own = [rank for entry in entries for rank in entry.ranks if rank.rank == number]
             compute = statistics.median(rank.compute_time_s for rank in own)
             wait = statistics.median(rank.wait_time_s for rank in own)
             rows.append((str(number), f"{compute:.3g}", f"{wait:.3g}", percent(wait / (compute + wait or 1.0))))
@@ -358,55 +335,3 @@ class _Page:
         except PoplarError as problem:
             return [f"No advice: {problem}"]
         return list(found.sentences())
-
-
-def _settled(entries: Sequence[Entry]) -> Sequence[Entry]:
-    """The entries without the first, whose steps hold one-off costs, where there is another."""
-    return entries[1:] if len(entries) > 1 else entries
-
-
-def _measured_facts(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    last = entries[-1]
-    facts = [
-        ("optimizer steps", f"{last.step}"),
-        ("step time, measured", _seconds(statistics.median(e.step_time_s for e in entries)) + " (median)"),
-        ("throughput, measured", f"{statistics.median(e.samples_per_s for e in entries):.4g} samples/s"),
-    ]
-    tokens = statistics.median(e.tokens_per_s for e in entries)
-    if tokens:
-        facts.append(("tokens, measured", f"{tokens:,.0f} tokens/s"))
-    facts.append(("idle, measured", percent(statistics.median(e.idle_fraction for e in entries))))
-    known = [e.mfu for e in entries if e.mfu is not None]
-    facts.append(
-        ("MFU, measured", percent(statistics.median(known)) if known else "unknown (no peak figure for a device)")
-    )
-    return facts
-
-
-def _between(known: Sequence[tuple[int, int]], size: int) -> float:
-    """Memory at a size by straight lines through the measured ones, beyond them with the last slope."""
-    if len(known) == 1:
-        return float(known[0][1])
-    after = next((i for i, (measured, _) in enumerate(known) if measured >= size and i > 0), len(known) - 1)
-    (low, low_bytes), (high, high_bytes) = known[after - 1], known[after]
-    return low_bytes + (high_bytes - low_bytes) * (size - low) / (high - low)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1.0 else f"{value * 1e3:.3g} ms"
-
-
-def _count(value: int) -> str:
-    for size, word in ((1e9, "billion"), (1e6, "million")):
-        if value >= size:
-            return f"{value / size:.3g} {word}"
-    return f"{value:,}"
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _files(folder: Path) -> Mapping[str, bool]:
-    names = ("poplar_plan.json", "profiles.json", "poplar_history.jsonl", "trainer_state.json")
-    return {name: (folder / name).is_file() for name in names}
