@@ -19,12 +19,12 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from .config import EmulationConfig, LaunchEnvironment, PoplarConfig, resolve_config
 from .errors import CompatibilityError, ConfigError, DataError, raise_together
 from .evaluation import EvaluationLoader, EvaluationSampler, evaluation_shares, gather_rows
-from .loader import HostOrder, build_loader
+from .loader import HostOrder, PoplarDataLoader, build_loader
 from .loop_checks import batch_problems, setting_problems
 from .loop_loader import LoopLoader, LoopOrder, SkippedLoader, inherited_settings, loader_problems, stock_batch_size
 from .loop_optimizer import LoopEngineOptimizer, LoopOptimizer
@@ -42,6 +42,7 @@ from .loop_state import LoopState, newest_checkpoint
 from .loop_step import LoopStep
 from .plan import Plan
 from .planning import BatchRequest
+from .streaming import StreamHead, StreamLoader, is_stream
 from .trainer_deepspeed import use_plan
 
 
@@ -158,17 +159,35 @@ class PoplarAccelerator(Accelerator):
         raise_together(batch_problems(batch=batch, config=config, plan=given, deepspeed_config=written))
         run = LoopRun(config=config, emulation=emulation, batch=batch, deepspeed_config=written, given_plan=given)
         host = LoopHost(self, model, **self._poplar_loss)
-        run.prepare(host, dataset=loader.dataset, collate=loader.collate_fn, resumed=None)
+        head = StreamHead(loader.dataset, run.ranks) if is_stream(loader.dataset) else None
+        rows = loader.dataset if head is None else head.rows
+        run.prepare(host, dataset=rows, collate=loader.collate_fn, resumed=None)
         run.weigher.drops_unlabelled = False
         self.poplar, self._loop = run, LoopStep(self, run, model)
         if self.distributed_type == DistributedType.DEEPSPEED:
             use_plan(self, run)
         else:
             self.ddp_handler = data_parallel_settings(self.ddp_handler, run.plan)
-        self._loop.loader = self._training_loader(loader, batch)
+        self._loop.loader = LoopLoader(
+            self._steps(loader) if head is None else self._stream(loader, head),
+            control=self._loop,
+            dataset=loader.dataset,
+            batches_per_step=batch.gradient_accumulation_steps,
+        )
         return self._loop.loader
 
-    def _training_loader(self, loader: DataLoader, batch: BatchRequest) -> LoopLoader:
+    def _stream(self, loader: DataLoader, head: StreamHead) -> StreamLoader:
+        return StreamLoader(
+            loader.dataset,
+            head=head,
+            plan=self.plan,
+            ranks=self.poplar.ranks,
+            collate_fn=loader.collate_fn,
+            drop_last=loader.drop_last,
+            loader_kwargs=inherited_settings(loader),
+        )
+
+    def _steps(self, loader: DataLoader) -> PoplarDataLoader:
         settings, run = self.dataloader_config, self.poplar
         order = LoopOrder(
             loader.batch_sampler.sampler,
@@ -176,7 +195,7 @@ class PoplarAccelerator(Accelerator):
             data_seed=settings.data_seed,
             seedable=settings.use_seedable_sampler,
         )
-        steps = build_loader(
+        return build_loader(
             loader.dataset,
             plan=run.plan,
             rank=run.ranks.rank,
@@ -184,12 +203,6 @@ class PoplarAccelerator(Accelerator):
             collate_fn=loader.collate_fn,
             drop_last=loader.batch_sampler.drop_last,
             loader_kwargs=inherited_settings(loader),
-        )
-        return LoopLoader(
-            steps,
-            control=self._loop,
-            dataset=loader.dataset,
-            batches_per_step=batch.gradient_accumulation_steps,
         )
 
     def _own_optimizers(self, prepared: Any) -> Any:
@@ -227,7 +240,7 @@ class PoplarAccelerator(Accelerator):
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> Any:
         """A loader to evaluate with: the ranks take shares by speed, `gather_for_metrics` puts them together."""
         stock = getattr(data_loader, "_is_accelerate_prepared", False) or self.poplar is None
-        if stock or isinstance(data_loader.dataset, IterableDataset) or loader_problems(data_loader):
+        if stock or is_stream(data_loader.dataset) or loader_problems(data_loader):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
         run, size = self.poplar, stock_batch_size(data_loader)
         order = HostOrder(data_loader.batch_sampler.sampler, ranks=run.ranks, seedable=False)

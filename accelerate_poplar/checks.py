@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from .config import EmulationConfig, PoplarConfig
@@ -13,6 +12,7 @@ from .ds_config import batch_conflicts
 from .errors import ConfigError, DataError, raise_together
 from .plan import Plan
 from .planning import BatchRequest, candidate_stages, plan_conflicts
+from .streaming import is_stream
 
 
 def check_run(
@@ -58,16 +58,11 @@ def check_dataset(dataset: Any) -> None:
     """Raise for a dataset that cannot be shared out.
 
     Raises:
-        DataError: It is empty, or cannot be indexed.
+        DataError: It is empty.
     """
     if dataset is None:
         return
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise DataError(
-            "the training dataset is iterable only; uneven micro-batches need one with a length and an index. "
-            "Load it without streaming, or collect it into a list."
-        )
-    if len(dataset) == 0:
+    if not is_stream(dataset) and len(dataset) == 0:
         raise DataError("the training dataset is empty: there is nothing to train on.")
 
 

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 import torch
 from accelerate.state import GradientState
 from accelerate.utils import send_to_device
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from .comm import Ranks
 from .errors import DataError
 from .loader import HostOrder, StepBatch
 from .loop_state import LoopState
 from .sampler import IndexArray
+from .streaming import is_stream
 from .weighting import MicroStep, WeightedStep, unchanged_statistics
 
 
@@ -211,7 +212,7 @@ class LoopOrder(HostOrder):
 def loader_problems(loader: DataLoader) -> list[str]:
     """Why a training loader cannot be shared out between unequal ranks, one sentence each."""
     sampler = loader.batch_sampler
-    if isinstance(loader.dataset, IterableDataset):
+    if is_stream(loader.dataset):
         if loader.batch_size is None:
             return [_NO_BATCH_SIZE]
         return []

@@ -332,13 +332,18 @@ class PoplarRun:
         if verdict is None:
             return None
         text, kind = verdict.describe(), "straggler"
-        if verdict.gain >= self.config.replan_threshold and self.config.replan == "on":
+        changeable = self.config.replan == "on" and not sampler.fixed_plan
+        if verdict.gain >= self.config.replan_threshold and changeable:
             first = max(self.ranks.gather(sampler.next_step))
             sampler.set_plan(verdict.better, from_step=first)
             self.plan = verdict.better
             text, kind = f"{text}: changed to it from step {first} of this epoch on", "replan"
         elif verdict.gain >= self.config.replan_threshold:
-            text += '; set replan: "on" in the Poplar settings to change plans by itself'
+            text += (
+                "; a stream that a loader process reads ahead keeps its plan"
+                if sampler.fixed_plan
+                else '; set replan: "on" in the Poplar settings to change plans by itself'
+            )
         self.say(text)
         return event_line(step=step, kind=kind, text=text, rank=verdict.slowest_drift_rank)
 

@@ -139,7 +139,8 @@ class PlanSampler:
         order: Epoch number -> all dataset indices in the epoch's global order; the same on every rank.
         drop_last: Leave out a last, incomplete optimizer step.
 
-    `next_step` is the first step of the epoch that has not been handed out.
+    `next_step` is the first step of the epoch that has not been handed out; `fixed_plan` says whether the plan cannot be
+    changed while iterating.
 
     Raises:
         DataError: An epoch would have no step.
@@ -161,6 +162,7 @@ class PlanSampler:
         self.skipped_steps = 0
         self.next_step = 0
         self.first_step = 0
+        self.fixed_plan = False
         self._order = order
         self._plans: list[tuple[int, int, Plan]] = [(0, 0, plan)]
         self._num_steps = num_steps(num_samples, plan.global_batch_size, drop_last=drop_last)

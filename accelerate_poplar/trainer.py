@@ -26,9 +26,11 @@ from .checks import check_run
 from .config import EmulationConfig, PoplarConfig, resolve_config
 from .host import prepare_arguments
 from .loader import HostOrder, PoplarDataLoader, StepBatch, build_loader
+from .loss import HONOURED
 from .plan import Plan
 from .planning import BatchRequest
 from .run import PoplarRun, saved_plan
+from .streaming import StreamHead, StreamLoader, is_stream
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
 from .trainer_host import TrainerHost
 from .watch import StepRecord, append_history
@@ -49,7 +51,7 @@ class PoplarTrainerMixin:
     Raises:
         ConfigError: Settings contradict each other, the training arguments or the number of ranks; all at once, before
             anything is built or measured.
-        DataError: The training dataset is empty or cannot be indexed.
+        DataError: The training dataset is empty.
     """
 
     def __init__(
@@ -91,7 +93,8 @@ class PoplarTrainerMixin:
         )
         self._poplar_samples_seen = 0
         self._poplar_step: WeightedStep | None = None
-        self._poplar_loader: PoplarDataLoader | None = None
+        self._poplar_loader: PoplarDataLoader | StreamLoader | None = None
+        self._poplar_head: StreamHead | None = None
         self._poplar_looked_at = 0
         super().__init__(*bound.args, **bound.kwargs)
 
@@ -114,6 +117,9 @@ class PoplarTrainerMixin:
         """
         if self.poplar.plan is None:
             dataset, collate = self._poplar_data()
+            if is_stream(dataset):
+                self._poplar_head = StreamHead(dataset, self.poplar.ranks)
+                dataset = self._poplar_head.rows
             resumed, profile = saved_plan(checkpoint)
             self.poplar.prepare(
                 TrainerHost(self), dataset=dataset, collate=collate, resumed=resumed, resumed_profile=profile
@@ -125,19 +131,29 @@ class PoplarTrainerMixin:
                 self.poplar.save(self.args.output_dir)
         return self.poplar.plan
 
-    def get_train_dataloader(self) -> PoplarDataLoader:
+    def get_train_dataloader(self) -> PoplarDataLoader | StreamLoader:
         """A loader whose items are this rank's micro-batches of one optimizer step."""
         if self.train_dataset is None:
             raise ValueError("PoplarTrainer: training requires a train_dataset.")
         plan = self.poplar_prepare()
         dataset, collate = self._poplar_data()
+        if is_stream(dataset):
+            self._poplar_loader = StreamLoader(
+                dataset,
+                head=self._poplar_head,
+                plan=plan,
+                ranks=self.poplar.ranks,
+                collate_fn=collate,
+                drop_last=self.args.dataloader_drop_last,
+                loader_kwargs=self._poplar_loader_settings(),
+            )
+            return self._poplar_loader
         order = HostOrder(
             self._get_train_sampler(dataset),
             ranks=self.poplar.ranks,
             data_seed=self.args.data_seed,
             seedable=self.args.accelerator_config.use_seedable_sampler,
         )
-        workers = self.args.dataloader_num_workers
         self._poplar_loader = build_loader(
             dataset,
             plan=plan,
@@ -145,16 +161,20 @@ class PoplarTrainerMixin:
             order=order,
             collate_fn=collate,
             drop_last=self.args.dataloader_drop_last,
-            loader_kwargs={
-                "num_workers": workers,
-                "pin_memory": self.args.dataloader_pin_memory and torch.accelerator.is_available(),
-                "persistent_workers": self.args.dataloader_persistent_workers,
-                "multiprocessing_context": self.args.dataloader_multiprocessing_context if workers else None,
-                "prefetch_factor": self.args.dataloader_prefetch_factor if workers else None,
-                "worker_init_fn": partial(seed_worker, num_workers=workers, rank=self.args.process_index),
-            },
+            loader_kwargs=self._poplar_loader_settings(),
         )
         return self._poplar_loader
+
+    def _poplar_loader_settings(self) -> dict[str, Any]:
+        args, workers = self.args, self.args.dataloader_num_workers
+        return {
+            "num_workers": workers,
+            "pin_memory": args.dataloader_pin_memory and torch.accelerator.is_available(),
+            "persistent_workers": args.dataloader_persistent_workers,
+            "multiprocessing_context": args.dataloader_multiprocessing_context if workers else None,
+            "prefetch_factor": args.dataloader_prefetch_factor if workers else None,
+            "worker_init_fn": partial(seed_worker, num_workers=workers, rank=args.process_index),
+        }
 
     def _poplar_data(self) -> tuple[Any, Any]:
         import datasets
@@ -189,7 +209,8 @@ class PoplarTrainerMixin:
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         loader = kwargs.get("train_dataloader")
         resuming = kwargs.get("resume_from_checkpoint") is not None and kwargs["epoch"] == kwargs["epochs_trained"]
-        if isinstance(loader, PoplarDataLoader) and resuming and not self.args.ignore_data_skip:
+        if isinstance(loader, (PoplarDataLoader, StreamLoader)) and resuming and not self.args.ignore_data_skip:
+            loader.set_epoch(kwargs["epoch"])
             loader.plan_sampler.skip_steps(kwargs["steps_trained_in_current_epoch"])
         return super()._run_epoch(*args, **kwargs)
 
@@ -306,6 +327,19 @@ class PoplarTrainerMixin:
         for callback in self.callback_handler.callbacks:
             if not isinstance(callback, (PrinterCallback, ProgressCallback)):
                 callback.on_log(self.args, self.state, self.control, logs=dict(values), model=self.model)
+
+    # ---- evaluation ---------------------------------------------------------------------------------------------
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the wrapped trainer, without multiplying a plain mean by the number of ranks."""
+        rule = self.poplar.loss_rule
+        if rule is not None and rule.kind == HONOURED:
+            return super().prediction_step(*args, **kwargs)
+        before, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = before
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
