@@ -120,9 +120,15 @@ def predict_activations(
     Raises:
         PredictionUnavailableError: The model looks at tensor values, or an operator has no fake form.
     """
-    return ActivationMemory.fit(
-        {size: _fake_activation_bytes(model, loss_fn, make_batch(size), device, dtype) for size in sizes}
-    )
+    needed: dict[int, float] = {}
+    for size in sizes:
+        try:
+            needed[size] = _fake_activation_bytes(model, loss_fn, make_batch(size), device, dtype)
+        except PredictionUnavailableError:
+            # Batch normalisation, for one, refuses a single sample.
+            if size > 1 or len(sizes) == 1:
+                raise
+    return ActivationMemory.fit(needed)
 
 
 def _fake_activation_bytes(

@@ -13,6 +13,8 @@ ADAM_BYTES = 8.0
 """Two fp32 moments per parameter."""
 MASTER_BYTES = 4.0
 """One fp32 copy per parameter."""
+_DEFAULT_BUCKET = 500_000_000
+"""Elements in DeepSpeed's gradient buffer unless its config says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,8 @@ class ZeroSettings:
     """What the `zero_optimization` object of a DeepSpeed config says about memory."""
 
     reduce_bucket_elements: int | None = None
-    """Elements of the buffer gradients are collected in (`reduce_bucket_size`); None: as large as the model."""
+    """Elements of the buffer gradients are collected in (`reduce_bucket_size`); None: as large as the model, see
+    `sized_buffers`."""
     buckets: int = 1
     """Such buffers: 2 with `overlap_comm`, 0 without `contiguous_gradients`."""
     max_live_parameters: int = 10**9
@@ -53,6 +56,21 @@ class ZeroSettings:
             buckets=buckets if given.get("contiguous_gradients", True) else 0,
             max_live_parameters=int(float(given.get("stage3_max_live_parameters", 1e9))),
         )
+
+
+def sized_buffers(deepspeed_config: Mapping[str, Any] | None, size: ModelSize) -> dict[str, int]:
+    """Entries of `zero_optimization` that a config leaves out, no larger than the model.
+
+    DeepSpeed's own default is a buffer of 5e8 elements whatever the model: 1 GB in half precision, twice that with
+    `overlap_comm`, taken from what micro-batches could use.
+
+    Args:
+        deepspeed_config: The run's; what it says is left alone, `"auto"` included.
+        size: Parameter counts.
+    """
+    given = (deepspeed_config or {}).get("zero_optimization") or {}
+    wanted = {"reduce_bucket_size": size.trainable, "allgather_bucket_size": size.total}
+    return {key: max(1, min(count, _DEFAULT_BUCKET)) for key, count in wanted.items() if key not in given}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +126,9 @@ def model_states(
     With c bytes per parameter of the compute dtype, T trainable of P parameters, N ranks and k bytes of optimizer
     state (AdamW: 12, the fp32 master copy and two moments; stage 0 in fp32 has no master copy, ZeRO has one also in
     fp32): parameters c P, gradients c T, optimizer k T. Stage 1 divides the optimizer state by N, stage 2 the
-    gradients too, stage 3 the parameters too. Besides, stages 1 to 3 hold gradient buckets, and stage 3 holds the
-    parameters it has gathered, which are all of them up to `max_live_parameters`. In the step, half precision needs
+    gradients too, stage 3 the parameters too. Besides, stages 1 to 3 hold gradient buckets, stage 2 keeps a
+    micro-step's share of the gradients apart until the step, and stage 3 holds the parameters it has gathered, which
+    are all of them up to `max_live_parameters`. In the step, half precision needs
     fp32 gradients, and an optimizer that is not fused two temporaries, of the rank's share.
 
     Args:
@@ -133,8 +152,12 @@ def model_states(
     def share(count: float, from_stage: int) -> int:
         return round(count / world_size if zero_stage >= from_stage else count)
 
-    bucket = size.trainable if settings.reduce_bucket_elements is None else settings.reduce_bucket_elements
+    bucket = min(size.trainable, _DEFAULT_BUCKET)
+    if settings.reduce_bucket_elements is not None:
+        bucket = settings.reduce_bucket_elements
     buffers = settings.buckets * c * bucket if zero_stage >= 1 else 0
+    if zero_stage == 2:
+        buffers += share(c * size.trainable, 2)
     if zero_stage == 3:
         buffers += c * min(size.total, settings.max_live_parameters)
     fp32_gradients = 0.0 if c == 4 else 4.0 * size.trainable

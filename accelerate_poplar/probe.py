@@ -23,6 +23,9 @@ _FEWEST_REPEATS = 3
 _MOST_REPEATS = 15
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
+SIZE_FAILURES = (RuntimeError, ValueError)
+"""What a size that a model or a kernel cannot run raises."""
+
 Clock = Callable[[], float]
 
 
@@ -159,7 +162,7 @@ def time_sizes(
     does not fall on one size alone.
 
     Running out of memory lowers the picker's largest size half-way to the largest that fits. A size that fails for
-    another reason is skipped, unless nothing else has worked.
+    another reason is skipped, unless the first two fail.
 
     Args:
         timer: Times one size.
@@ -170,7 +173,7 @@ def time_sizes(
         progress: Told which size is next.
 
     Raises:
-        RuntimeError: The first size failed, and not for lack of memory.
+        RuntimeError, ValueError: The first two sizes failed, and not for lack of memory.
     """
     result = TimedSizes()
     while (size := picker.ask()) is not None:
@@ -185,11 +188,12 @@ def time_sizes(
             picker.lower_cap((fits + size) // 2 if size - fits > 1 else fits)
             result.proven_cap = picker.largest
             continue
-        except RuntimeError as problem:
-            if not result.repeats:
+        except SIZE_FAILURES as problem:
+            # Batch normalisation, for one, refuses a single sample; two sizes that fail are the model's fault.
+            if not result.repeats and result.skipped:
                 raise
             recover()
-            result.skipped[size] = str(problem)
+            result.skipped[size] = f"{type(problem).__name__}: {problem}"
             picker.skip(size)
             continue
         picker.tell(size, statistics.median(repeats), standard_error(repeats))

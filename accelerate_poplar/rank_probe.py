@@ -20,7 +20,7 @@ from .errors import ProfileError
 from .memory import ActivationMemory, LossFunction, MakeBatch, PredictionUnavailableError, predict_activations
 from .model_state import ModelStates, ZeroSettings, model_size, model_states
 from .points import PointPicker
-from .probe import MicroStepper, TimedSizes, time_sizes
+from .probe import SIZE_FAILURES, MicroStepper, TimedSizes, time_sizes
 from .profiles import Measurement
 from .rank_memory import RankMemory
 
@@ -239,6 +239,9 @@ class RankProber:
             except torch.OutOfMemoryError:
                 stepper.recover()
                 return real, size - 1
+            except SIZE_FAILURES:
+                # Timing meets it again and decides whether the size or the model is at fault.
+                stepper.recover()
         return real, None
 
     def _measure_blocks(

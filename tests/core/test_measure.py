@@ -253,6 +253,20 @@ def test_a_crash_on_one_rank_ends_all_and_names_it() -> None:
     assert str(broken) == "no such kernel"
 
 
+def test_batch_normalisation_refuses_one_sample_and_is_profiled_all_the_same() -> None:
+    class Normalised(Scripted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(super().forward(x))
+
+    measured = profile(Normalised(), largest_micro_batch=8)
+    assert [p.micro_batch_size for p in measured.ranks[0].points] == [2, 4, 8]
+    assert measured.memory[0].measured_correction == pytest.approx(1.0, abs=0.05)
+
+
 @pytest.mark.scenario(34)
 def test_every_probe_runs_the_batches_it_is_given() -> None:
     lengths: list[int] = []

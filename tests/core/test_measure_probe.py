@@ -70,13 +70,19 @@ def test_nothing_fits() -> None:
 def test_a_size_that_fails_is_skipped() -> None:
     result = Device(broken={4: RuntimeError("no kernel for this shape")}).run(8)
     assert sorted(result.seconds) == [1, 2, 8]
-    assert result.skipped == {4: "no kernel for this shape"}
+    assert result.skipped == {4: "RuntimeError: no kernel for this shape"}
     assert result.proven_cap is None
 
 
+def test_a_model_that_refuses_a_single_sample_is_timed_from_two_on() -> None:
+    result = Device(broken={1: ValueError("Expected more than 1 value per channel")}).run(8)
+    assert sorted(result.seconds) == [2, 4, 8]
+
+
 def test_a_model_that_fails_at_once_is_an_error() -> None:
+    problem = RuntimeError("shapes cannot be multiplied")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        Device(broken={1: RuntimeError("shapes cannot be multiplied")}).run(8)
+        Device(broken={1: problem, 2: problem}).run(8)
 
 
 @pytest.mark.scenario(33)

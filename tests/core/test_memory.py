@@ -20,6 +20,7 @@ from accelerate_poplar.model_state import (
     model_size,
     model_states,
     optimizer_bytes,
+    sized_buffers,
 )
 from accelerate_poplar.probe import MicroStepper
 from accelerate_poplar.rank_memory import RankMemory, explain
@@ -182,11 +183,20 @@ def test_the_published_figures() -> None:
     # ZeRO, figure 1: 7.5 billion parameters, 64 ranks, mixed precision: 120, 31.4, 16.6 and 1.9 GB.
     size = ModelSize(trainable=7_500_000_000, frozen=0)
     none = ZeroSettings(buckets=0, max_live_parameters=0)
-    billions = [
-        model_states(size, dtype=torch.float16, zero_stage=stage, world_size=64, settings=none).total / 1e9
-        for stage in range(4)
+    states = [
+        model_states(size, dtype=torch.float16, zero_stage=stage, world_size=64, settings=none) for stage in range(4)
     ]
+    billions = [(held.parameters + held.gradients + held.optimizer) / 1e9 for held in states]
     assert billions == pytest.approx([120.0, 31.4, 16.6, 1.9], abs=0.05)
+
+
+def test_buffers_are_no_larger_than_the_model() -> None:
+    size = ModelSize(trainable=1_000, frozen=500)
+    assert sized_buffers(None, size) == {"reduce_bucket_size": 1_000, "allgather_bucket_size": 1_500}
+    given = {"zero_optimization": {"reduce_bucket_size": "auto", "allgather_bucket_size": 7}}
+    assert sized_buffers(given, size) == {}
+    huge = ModelSize(trainable=10**10, frozen=0)
+    assert set(sized_buffers({}, huge).values()) == {500_000_000}
 
 
 def test_buffers_come_on_top() -> None:
@@ -205,7 +215,7 @@ def test_buffers_come_on_top() -> None:
         model_states(size, dtype=torch.bfloat16, zero_stage=stage, world_size=2, settings=settings).buffers
         for stage in range(4)
     ]
-    assert by_stage == [0, 2 * 2 * 200, 2 * 2 * 200, 2 * 2 * 200 + 2 * 1_200]
+    assert by_stage == [0, 2 * 2 * 200, 2 * 2 * 200 + 2 * 500, 2 * 2 * 200 + 2 * 1_200]
     assert ZeroSettings.from_config({"zero_optimization": {"contiguous_gradients": False}}).buckets == 0
     assert ZeroSettings.from_config(None) == ZeroSettings()
     assert ZeroSettings.from_config({"zero_optimization": {"reduce_bucket_size": "auto"}}) == ZeroSettings()
@@ -222,10 +232,11 @@ def test_every_stage_holds_less_than_the_one_before(
 ) -> None:
     size = ModelSize(trainable=trainable, frozen=frozen)
     none = ZeroSettings(buckets=0, max_live_parameters=0)
-    totals = [
-        model_states(size, dtype=dtype, zero_stage=stage, world_size=world_size, settings=none).total
+    states = [
+        model_states(size, dtype=dtype, zero_stage=stage, world_size=world_size, settings=none)
         for stage in range(1, 4)
     ]
+    totals = [held.parameters + held.gradients + held.optimizer for held in states]
     assert totals == sorted(totals, reverse=True)
 
 
