@@ -8,6 +8,7 @@ batch runs a row of another rank, for the sake of collectives inside the model, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -54,6 +55,17 @@ def evaluation_shares(
     return tuple(shares) if any(shares) else (1, *shares[1:])
 
 
+def shares_as_plan(shares: Sequence[int]) -> Plan:
+    """The shares of a global evaluation batch in the form that cuts short batches in proportion."""
+    return Plan(
+        zero_stage=0,
+        global_batch_size=sum(shares),
+        predicted_step_time_s=0.0,
+        strategy="manual",
+        ranks=tuple(RankPlan(rank=rank, micro_batch_sizes=(share,)) for rank, share in enumerate(shares)),
+    )
+
+
 class EvaluationSampler:
     """A batch sampler that yields one rank's piece of each global evaluation batch.
 
@@ -69,13 +81,7 @@ class EvaluationSampler:
         self.num_rows = num_rows
         self.batch_size = sum(shares)
         self._order = order
-        self._plan = Plan(
-            zero_stage=0,
-            global_batch_size=self.batch_size,
-            predicted_step_time_s=0.0,
-            strategy="manual",
-            ranks=tuple(RankPlan(rank=i, micro_batch_sizes=(share,)) for i, share in enumerate(shares)),
-        )
+        self._plan = shares_as_plan(shares)
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.batch_size)
@@ -117,6 +123,7 @@ class EvaluationLoader(DataLoader):
     ) -> None:
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collate_fn, **kwargs)
         self.evaluation_sampler = sampler
+        self.row_collate_fn = collate_fn
         self.rows: tuple[int, ...] = ()
         self.stock_batch_size = stock_batch_size
         self.end_of_dataloader = False
@@ -138,6 +145,53 @@ class EvaluationLoader(DataLoader):
                 self.rows = self.evaluation_sampler.rows(number)
                 self.end_of_dataloader = number == len(self) - 1
                 yield batch if self.device is None else send_to_device(batch, self.device)
+        finally:
+            self.gradient_state._remove_dataloader(self)
+
+
+class EvaluationStream:
+    """An `EvaluationLoader` over a stream, which all ranks read in the same order; it has no length.
+
+    Args:
+        dataset: The stream.
+        shares: Rows of each rank in a full global batch.
+        rank: This rank.
+        collate_fn: Collates a rank's rows.
+        stock_batch_size: Rows per rank of the stock loader.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        shares: Sequence[int],
+        rank: int,
+        collate_fn: Callable[[list[Any]], Any],
+        stock_batch_size: int,
+    ) -> None:
+        self.dataset = dataset
+        self.row_collate_fn = collate_fn
+        self.stock_batch_size = stock_batch_size
+        self.rows: tuple[int, ...] = ()
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.gradient_state = GradientState()
+        self._plan = shares_as_plan(shares)
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        samples, size = iter(self.dataset), self._plan.global_batch_size
+        self.end_of_dataloader = False
+        self.gradient_state._add_dataloader(self)
+        try:
+            held = list(islice(samples, size))
+            while held:
+                following = list(islice(samples, size))
+                self.end_of_dataloader = not following
+                self.rows = tuple(sizes[0] for sizes in micro_batch_sizes_for(self._plan, len(held)))
+                start = sum(self.rows[: self._rank])
+                yield self.row_collate_fn(held[start : start + self.rows[self._rank]] or held[:1])
+                held = following
         finally:
             self.gradient_state._remove_dataloader(self)
 

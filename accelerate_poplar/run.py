@@ -199,6 +199,11 @@ class PoplarRun:
         )
         return resumed if same_kind else None
 
+    def watch_loss(self, host: Host, *, dataset: Any, collate: Callable[[list[Any]], Any]) -> LossRule:
+        """What the loss is a mean over, without a plan; a collective call."""
+        with whole_parameters(host.model):
+            return self._agree_on_loss(host, ProbeData(dataset, collate))
+
     def _agree_on_loss(self, host: Host, data: ProbeData) -> LossRule:
         rule = decide(self.ranks, lambda: self._watch_loss(host, data))
         if rule.kind == UNKNOWN and self.ranks.rank == 0:

@@ -32,12 +32,13 @@ from .planning import BatchRequest
 from .run import PoplarRun, saved_plan
 from .streaming import StreamHead, StreamLoader, is_stream
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
+from .trainer_evaluation import PoplarEvaluationMixin
 from .trainer_host import TrainerHost
 from .watch import StepRecord, append_history
 from .weighting import MicroStep, WeightedStep, unchanged_statistics
 
 
-class PoplarTrainerMixin:
+class PoplarTrainerMixin(PoplarEvaluationMixin):
     """Puts any `Trainer` subclass on unequal ranks; `PoplarTrainer` is this over the stock `Trainer`.
 
     Args:
@@ -177,12 +178,15 @@ class PoplarTrainerMixin:
         }
 
     def _poplar_data(self) -> tuple[Any, Any]:
+        return self._poplar_columns(self.train_dataset, "Training")
+
+    def _poplar_columns(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """A dataset and a collate function between which the columns the model does not take are left out."""
         import datasets
 
-        dataset = self.train_dataset
         if isinstance(dataset, datasets.Dataset):
-            return self._remove_unused_columns(dataset, description="Training"), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description="Training")
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
 
     # ---- the host's training loop -------------------------------------------------------------------------------
 
