@@ -42,15 +42,18 @@ class StateMemory:
     def largest_shares(self) -> FloatArray:
         """Largest share of the state this rank can hold beside a micro-batch; index = samples, not increasing.
 
-        Negative where the micro-batch does not fit even with no state at all.
+        A rank without samples still runs one of weight 0 to take part in the collectives, so [0] equals [1]. Negative
+        where the micro-batch does not fit even with no state at all.
         """
-        shares = (self.memory_bytes - self.fixed_bytes - np.asarray(self.activation_bytes)) / self.sharded_bytes
+        activations = np.array(self.activation_bytes)
+        activations[0] = activations[min(1, activations.size - 1)]
+        shares = (self.memory_bytes - self.fixed_bytes - activations) / self.sharded_bytes
         if self.step_sharded_bytes > 0.0:
             shares = np.minimum(shares, (self.memory_bytes - self.step_fixed_bytes) / self.step_sharded_bytes)
         return np.minimum.accumulate(shares)
 
     def cap(self, fraction: float) -> int:
-        """Largest micro-batch that fits beside a share of the state; 0 when none does."""
+        """Largest micro-batch that fits beside a share of the state; 0 also where the share itself does not fit."""
         return max(0, int(np.count_nonzero(self.largest_shares() >= fraction - TOLERANCE)) - 1)
 
     def held_bytes(self, fraction: float) -> float:

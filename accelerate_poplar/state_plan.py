@@ -77,7 +77,7 @@ def find_state_plan(
 
     Raises:
         PlanError: A setting is out of range.
-        InsufficientMemoryError: The ranks together cannot hold the state and one sample; says what is missing.
+        InsufficientMemoryError: The ranks together cannot hold the state beside one sample each; says what they can.
         ProfileError: The stage was not profiled, or a rank's points cannot be a curve.
     """
     check_request(profile, global_batch_size, zero_stage, strategy, max_micro_batch_size)
@@ -251,7 +251,7 @@ def _ever_more_offloaded(
     figures = [list(memory)]
     if offloaded is None:
         return figures
-    for rank in sorted(range(len(memory)), key=lambda r: float(memory[r].largest_shares()[:2][-1])):
+    for rank in sorted(range(len(memory)), key=lambda r: float(memory[r].largest_shares()[0])):
         more = list(figures[-1])
         more[rank] = replace(offloaded[rank], offloaded=True)
         figures.append(more)
@@ -277,12 +277,12 @@ def _check_memory(
 def _does_not_fit(profile: ClusterProfile, memory: Sequence[StateMemory], zero_stage: int, with_offload: bool) -> str:
     lines = []
     for rank, own in zip(profile.ranks, memory, strict=True):
-        left = own.memory_bytes - own.fixed_bytes
-        lines.append(f"rank {rank.rank} ({rank.device or 'device unknown'}) has {_gib(left)} for it")
+        left = max(0.0, float(own.largest_shares()[0]) * own.sharded_bytes)
+        lines.append(f"rank {rank.rank} ({rank.device or 'device unknown'}) has room for {_gib(left)} of it")
     more = "" if with_offload else "optimizer offload (state_offload: auto), "
     return (
         f"the training state that ZeRO stage {zero_stage} shards takes {_gib(max(m.sharded_bytes for m in memory))} over "
-        f"all ranks, beside at least one sample somewhere, but {'; '.join(lines)}, whatever the shares. What helps: "
+        f"all ranks, but beside one sample {'; '.join(lines)}. What helps: "
         f"{more}a higher ZeRO stage, gradient checkpointing, shorter sequences, or more memory."
     )
 

@@ -56,7 +56,8 @@ def possible(memory: tuple[StateMemory, ...], caps: tuple[int, ...]) -> bool:
     lowest = smallest_share(len(memory))
     most = []
     for own, cap in zip(memory, caps, strict=True):
-        share = (own.memory_bytes - own.fixed_bytes - own.activation_bytes[cap]) / own.sharded_bytes
+        # A rank without samples runs one of weight 0.
+        share = (own.memory_bytes - own.fixed_bytes - own.activation_bytes[max(1, cap)]) / own.sharded_bytes
         if own.step_sharded_bytes:
             share = min(share, (own.memory_bytes - own.step_fixed_bytes) / own.step_sharded_bytes)
         most.append(min(share, 1.0))
@@ -119,7 +120,7 @@ def assert_fits(found: StatePlan, memory: tuple[StateMemory, ...]) -> None:
     for own, share, rank in zip(memory, fractions, found.plan.ranks, strict=True):
         largest = max(rank.micro_batch_sizes)
         assert share >= smallest_share(world_size) * (1 - 1e-6)
-        needed = own.fixed_bytes + share * own.sharded_bytes + own.activation_bytes[largest]
+        needed = own.fixed_bytes + share * own.sharded_bytes + own.activation_bytes[max(1, largest)]
         assert needed <= own.memory_bytes * (1 + 1e-6) + 1e-6
         assert own.step_fixed_bytes + share * own.step_sharded_bytes <= own.memory_bytes * (1 + 1e-6) + 1e-6
 
@@ -144,13 +145,13 @@ def test_equals_every_choice_there_is(zero_stage: int) -> None:
         assert_fits(found, memory)
         uneven += found.fractions is not None
     assert impossible > 20
-    assert uneven > 100
+    assert uneven > 60
 
 
 def test_never_worse_than_even_shares() -> None:
     rng = random.Random(5)
     better = 0
-    for number in range(300):
+    for number in range(2000):
         case = random_case(rng, 1 + number % 3)
         memory = random_memory(rng, case)
         case = replace(case, caps=tuple(len(own) for own in case.times))
@@ -217,7 +218,7 @@ def test_renumbering_ranks_renumbers_the_plan() -> None:
 def test_offload_only_where_shares_are_not_enough_and_only_on_as_many_ranks() -> None:
     memory = (linear(100.0), linear(50.0))
     offloaded = tuple(replace(own, sharded_bytes=40.0) for own in memory)
-    with pytest.raises(InsufficientMemoryError, match=r"rank 1 \(d\) has .*state_offload: auto"):
+    with pytest.raises(InsufficientMemoryError, match=r"rank 1 \(d\) has room for .*state_offload: auto"):
         find_state_plan(two_ranks(), memory, global_batch_size=32, zero_stage=3)
     found = find_state_plan(two_ranks(), memory, global_batch_size=32, zero_stage=3, offloaded=offloaded)
     assert found.offloaded == (False, True)
@@ -283,7 +284,7 @@ def test_a_search_cut_short_says_so_and_is_close() -> None:
 def test_fractions_are_as_equal_as_room_allows() -> None:
     memory = (linear(240.0), linear(240.0), linear(60.0))
     assert fractions_for(memory, (4, 4, 1)) == pytest.approx([0.34375, 0.34375, 0.3125])
-    assert fractions_for(memory, (1, 1, 0)) == pytest.approx([1 / 3] * 3)
+    assert fractions_for((*memory[:2], linear(70.0)), (1, 1, 0)) == pytest.approx([1 / 3] * 3)
     with pytest.raises(PlanError, match="together less than 1"):
         fractions_for((linear(50.0), linear(50.0)), (1, 1))
 
