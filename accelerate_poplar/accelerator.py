@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from .config import EmulationConfig, LaunchEnvironment, PoplarConfig, resolve_config
 from .errors import CompatibilityError, ConfigError, DataError, raise_together
 from .evaluation import EvaluationLoader, EvaluationSampler, evaluation_shares, gather_rows
+from .length_setup import index_cutter, stream_cutter
 from .loader import HostOrder, PoplarDataLoader, build_loader
 from .loop_checks import batch_problems, setting_problems
 from .loop_loader import LoopLoader, LoopOrder, SkippedLoader, inherited_settings, loader_problems, stock_batch_size
@@ -166,10 +167,17 @@ class PoplarAccelerator(Accelerator):
         self.poplar, self._loop = run, LoopStep(self, run, model)
         if self.distributed_type == DistributedType.DEEPSPEED:
             use_plan(self, run)
-        else:
-            self.ddp_handler = data_parallel_settings(self.ddp_handler, run.plan)
+        steps = self._steps(loader) if head is None else self._stream(loader, head)
+        steps.plan_sampler.cutter = (
+            index_cutter(run, dataset=loader.dataset, collate=loader.collate_fn, column="length")
+            if head is None
+            else stream_cutter(run, rows=head.rows, collate=loader.collate_fn)
+        )
+        if self.distributed_type != DistributedType.DEEPSPEED:
+            by_length = steps.plan_sampler.cutter is not None
+            self.ddp_handler = data_parallel_settings(self.ddp_handler, run.plan, by_length=by_length)
         self._loop.loader = LoopLoader(
-            self._steps(loader) if head is None else self._stream(loader, head),
+            steps,
             control=self._loop,
             dataset=loader.dataset,
             batches_per_step=batch.gradient_accumulation_steps,

@@ -61,7 +61,7 @@ def start_state(arguments: dict[str, Any], plugin: DeepSpeedPlugin | None, envir
 
 
 def data_parallel_settings(
-    given: DistributedDataParallelKwargs | None, plan: Plan
+    given: DistributedDataParallelKwargs | None, plan: Plan, *, by_length: bool
 ) -> DistributedDataParallelKwargs | None:
     """Settings of plain data parallelism under a plan.
 
@@ -69,7 +69,7 @@ def data_parallel_settings(
     ranks meet for it. With several micro-steps per optimizer step that forward pass is not the same one on all ranks, and
     only the search for unused parameters makes it leave the buckets alone.
     """
-    if all(len(rank.micro_batch_sizes) == 1 for rank in plan.ranks):
+    if not by_length and all(len(rank.micro_batch_sizes) == 1 for rank in plan.ranks):
         return given
     return dataclasses.replace(given or DistributedDataParallelKwargs(), find_unused_parameters=True)
 

@@ -331,7 +331,8 @@ class PoplarRun:
         Returns:
             A line for the run's history where there was something to say, else None.
         """
-        if self.config.replan == "off" or step % self.config.replan_every:
+        if self.config.replan == "off" or step % self.config.replan_every or sampler.cutter is not None:
+            # Steps that are cut by predicted time do not have the plan's sizes to be judged by.
             return None
         verdict = self.watch.look(self.plan)
         if verdict is None:

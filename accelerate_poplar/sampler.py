@@ -127,6 +127,10 @@ def _share_out(total: int, capacities: Sequence[int]) -> list[int]:
     return shares
 
 
+StepCutter = Callable[[IndexArray], Sequence[Sequence[Sequence[int]]]]
+"""Dataset indices of one step -> their positions within the step, by rank and micro-step, the same on every rank."""
+
+
 class PlanSampler:
     """A batch sampler whose "batch" is one rank's part of one optimizer step.
 
@@ -140,7 +144,8 @@ class PlanSampler:
         drop_last: Leave out a last, incomplete optimizer step.
 
     `next_step` is the first step of the epoch that has not been handed out; `fixed_plan` says whether the plan cannot be
-    changed while iterating.
+    changed while iterating. Where a `cutter` is set, it decides which rank runs which samples of a step, in place of the
+    plan's sizes.
 
     Raises:
         DataError: An epoch would have no step.
@@ -163,6 +168,7 @@ class PlanSampler:
         self.next_step = 0
         self.first_step = 0
         self.fixed_plan = False
+        self.cutter: StepCutter | None = None
         self._order = order
         self._plans: list[tuple[int, int, Plan]] = [(0, 0, plan)]
         self._num_steps = num_steps(num_samples, plan.global_batch_size, drop_last=drop_last)
@@ -248,6 +254,9 @@ class PlanSampler:
     def _step(self, step: int, order: IndexArray) -> StepIndices:
         count = self.step_samples(step)
         plan = self.plan_for(step)
+        if self.cutter is not None:
+            indices = order[step * self.global_batch_size :][:count]
+            return self._cut(step, indices, self.cutter(indices), plan)
         sizes = micro_batch_sizes_for(plan, count)
         start = step * self.global_batch_size + sum(sum(rank) for rank in sizes[: self.rank])
         micro_batches: list[tuple[int, ...]] = []
@@ -258,5 +267,15 @@ class PlanSampler:
             step=step,
             num_samples=count,
             micro_batches=tuple(micro_batches),
+            in_step=runs_in_step(sizes, plan.zero_stage),
+        )
+
+    def _cut(self, step: int, indices: IndexArray, cut: Sequence[Sequence[Sequence[int]]], plan: Plan) -> StepIndices:
+        """This rank's part of a step that is not cut by rows."""
+        sizes = tuple(tuple(len(rows) for rows in rank) for rank in cut)
+        return StepIndices(
+            step=step,
+            num_samples=len(indices),
+            micro_batches=tuple(tuple(int(indices[position]) for position in rows) for rows in cut[self.rank]),
             in_step=runs_in_step(sizes, plan.zero_stage),
         )

@@ -120,6 +120,7 @@ class StreamSteps(IterableDataset):
         self.epoch = 0
         self.first_step = 0
         self.next_step = 0
+        self.cutter: Callable[[list[Any]], Sequence[Sequence[Sequence[int]]]] | None = None
         self._head = head
         self._collate = collate_fn
         self._plans: list[tuple[int, Plan]] = []
@@ -158,6 +159,11 @@ class StreamSteps(IterableDataset):
         return max(1, self.plan.ranks[self.rank].rank_batch_size)
 
     def _own_part(self, step: int, rows: list[Any], plan: Plan) -> StepBatch:
+        if self._head.shared and self.cutter is not None:
+            cut = self.cutter(rows)
+            sizes = tuple(tuple(len(part) for part in rank) for rank in cut)
+            own_rows = [rows[position] for part in cut[self.rank] for position in part]
+            return self._batch(step, own_rows, len(rows), sizes[self.rank], runs_in_step(sizes, plan.zero_stage))
         if self._head.shared:
             sizes = micro_batch_sizes_for(plan, len(rows))
             start = sum(sum(other) for other in sizes[: self.rank])
@@ -295,6 +301,15 @@ class StreamPosition:
     def plan(self) -> Plan:
         """The plan in force."""
         return self._checked.steps.plan
+
+    @property
+    def cutter(self) -> Any:
+        """What cuts a step in place of the plan's sizes, if anything does."""
+        return self._checked.steps.cutter
+
+    @cutter.setter
+    def cutter(self, cutter: Callable[[list[Any]], Sequence[Sequence[Sequence[int]]]] | None) -> None:
+        self._checked.steps.cutter = cutter
 
     @property
     def next_step(self) -> int:

@@ -25,6 +25,7 @@ from .arguments import PoplarTrainingArguments
 from .checks import check_run
 from .config import EmulationConfig, PoplarConfig, resolve_config
 from .host import prepare_arguments
+from .length_setup import index_cutter, stream_cutter
 from .loader import HostOrder, PoplarDataLoader, StepBatch, build_loader
 from .loss import HONOURED
 from .plan import Plan
@@ -148,6 +149,9 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
                 drop_last=self.args.dataloader_drop_last,
                 loader_kwargs=self._poplar_loader_settings(),
             )
+            self._poplar_loader.plan_sampler.cutter = stream_cutter(
+                self.poplar, rows=self._poplar_head.rows, collate=collate
+            )
             return self._poplar_loader
         order = HostOrder(
             self._get_train_sampler(dataset),
@@ -163,6 +167,9 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
             collate_fn=collate,
             drop_last=self.args.dataloader_drop_last,
             loader_kwargs=self._poplar_loader_settings(),
+        )
+        self._poplar_loader.plan_sampler.cutter = index_cutter(
+            self.poplar, dataset=dataset, collate=collate, column=self.args.length_column_name
         )
         return self._poplar_loader
 
@@ -252,7 +259,8 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
                 compute_time_s=self.poplar.clock.take(),
                 num_samples=inputs.num_samples,
                 num_tokens=self._poplar_tokens(inputs, masked=False),
-                full=inputs.num_samples == self.poplar.plan.global_batch_size,
+                full=inputs.num_samples == self.poplar.plan.global_batch_size
+                and self._poplar_loader.plan_sampler.cutter is None,
             )
         )
         return total

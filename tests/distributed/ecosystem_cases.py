@@ -7,6 +7,9 @@ CASES: dict[str, tuple[int, ...]] = {
     "predictions_come_in_order": (39,),
     "evaluation_without_training": (39,),
     "a_stream_is_evaluated": (39,),
+    "rows_of_unequal_length_equal_one_process": (),
+    "a_loop_over_rows_of_unequal_length_equals_one_process": (),
+    "a_stream_of_unequal_lengths_equals_one_process": (),
 }
 
 

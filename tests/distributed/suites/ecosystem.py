@@ -10,12 +10,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ecosystem_cases import cases
-from suites import common, evaluation
+from suites import common, evaluation, lengths
 
 
 def main() -> None:
     world_size = int(os.environ["WORLD_SIZE"])
-    checks = vars(evaluation)
+    checks = vars(evaluation) | vars(lengths)
     common.run_cases({name: functools.partial(checks[name], world_size) for name in cases(world_size)})
 
 
