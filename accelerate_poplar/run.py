@@ -20,6 +20,7 @@ from .inspection import is_partitioned, model_name, moved, shortened, whole_para
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
 from .memory import DTYPE_NAMES
+from .model_state import ModelSize, model_size
 from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest, candidate_stages, find_shared_plan
 from .preflight import agree_on_dtype, preflight
@@ -96,6 +97,7 @@ class PoplarRun:
         self.profile: ClusterProfile | None = None
         self.loss_rule: LossRule | None = None
         self.weigher: StepWeigher | None = None
+        self.model_size: ModelSize | None = None
         self.clock: ComputeClock | None = None
         self.watch: RunWatch | None = None
         self._emulation = self._make_emulation()
@@ -163,6 +165,9 @@ class PoplarRun:
             sum_over_ranks=self.sum_over_ranks,
             count=count,
         )
+        self.model_size = model_size(host.model)
+        for straggler in getattr(self.profile, "stragglers", ()):
+            self.say(str(straggler))
         self._start_watching(host, plan)
         if self.ranks.rank == 0:
             print_plan(plan, self.profile, emulated=self.emulation_config.active)
@@ -310,7 +315,7 @@ class PoplarRun:
         Raises:
             RankError: The device is out of memory.
         """
-        cap = self._emulation.memory_cap() if self._emulation is not None else nullcontext()
+        cap = self._emulation.memory_cap(self._state_bytes()) if self._emulation is not None else nullcontext()
         try:
             with cap:
                 yield
@@ -320,6 +325,14 @@ class PoplarRun:
                 f"rank {self.ranks.rank}: out of memory while running micro-batches of {sizes} samples ({error}). "
                 "Lower max_micro_batch_size or memory_fraction for this rank in the Poplar settings."
             ) from error
+
+    def _state_bytes(self) -> int:
+        """Bytes of this rank's parameters and optimizer state, which exist before a micro-step."""
+        memory = getattr(self.profile, "memory", ())
+        if not memory or self.plan is None:
+            return 0
+        states = memory[self.ranks.rank].states[self.plan.zero_stage]
+        return int(states.parameters + states.optimizer)
 
     def look(self, sampler: PlanSampler, *, step: int) -> dict[str, Any] | None:
         """Judge the plan at the steps the settings name, and change it where they say so; a collective call.

@@ -12,6 +12,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeep
 
 from .config import PoplarConfig
 from .ds_config import BATCH_KEYS, plan_summary, rank_config
+from .model_state import sized_buffers
 
 if TYPE_CHECKING:
     from .run import PoplarRun
@@ -70,6 +71,10 @@ def use_plan(accelerator: Accelerator, run: PoplarRun) -> None:
     filled = rank_config(
         hf_config.config, plan.ranks[run.ranks.rank], world_size=plan.world_size, zero_stage=plan.zero_stage
     )
+    if run.model_size is not None:
+        # DeepSpeed wants even sizes.
+        buffers = {key: count + count % 2 for key, count in sized_buffers(filled, run.model_size).items()}
+        filled["zero_optimization"] |= buffers
     hf_config.config.clear()
     hf_config.config.update(filled)
     hf_config.set_stage_and_offload()
