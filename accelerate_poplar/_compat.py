@@ -25,6 +25,10 @@ DEEPSPEED_TESTED = ("0.19.8",)
 DEEPSPEED_FROM, DEEPSPEED_BELOW = "0.19.8", "0.20"
 """DeepSpeed versions that uneven training state is allowed with, if their inside is as expected."""
 
+LOST_MICRO_BATCH = ("0.18.6", "0.18.10")
+"""First and last DeepSpeed version whose ZeRO-1 with bf16 and fp32 accumulation leaves the last micro-batch out (DeepSpeed
+issue 7985); 0.18.11 and later have it right."""
+
 ENGINE_OPTIMIZER = ("deepspeed.runtime.engine", "DeepSpeedZeroOptimizer")
 """Where an engine finds the optimizer of ZeRO stages 1 and 2. DeepSpeed 0.19.8; ends with a class hook there."""
 STAGE3_OPTIMIZER = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
@@ -185,3 +189,24 @@ def _require_methods(owner: type, methods: Mapping[str, tuple[str, ...] | None])
             f"expected in DeepSpeed {version('deepspeed')}: {'; '.join(problems)}. Install a tested version "
             f"({', '.join(DEEPSPEED_TESTED)}), or use even shares."
         )
+
+
+def known_faults(deepspeed_version: str) -> list[str]:
+    """Faults of a DeepSpeed version that change what is computed, one sentence each.
+
+    Args:
+        deepspeed_version: For example "0.18.7".
+    """
+    first, last = (Version(limit) for limit in LOST_MICRO_BATCH)
+    if not first <= Version(deepspeed_version) <= last:
+        return []
+    return [
+        f"DeepSpeed {deepspeed_version} leaves the last micro-batch out of the gradient at ZeRO stage 1 with bf16 and fp32 "
+        f"accumulation (versions {LOST_MICRO_BATCH[0]} to {LOST_MICRO_BATCH[1]}). Install 0.19.8 or newer, or use another "
+        "stage."
+    ]
+
+
+def installed_faults() -> list[str]:
+    """`known_faults` of the DeepSpeed that is installed."""
+    return known_faults(version("deepspeed"))

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ._compat import installed_faults
 from .comm import Ranks, agree, connect, decide
 from .config import EmulationConfig, PoplarConfig, default_cache_dir
 from .console import ProfilingProgress, say, warn
@@ -127,6 +128,8 @@ class PoplarRun:
             The plan, the same on every rank.
         """
         self._device = host.device
+        for fault in installed_faults() if self.ranks.rank == 0 else ():
+            warn(fault)
         facts = preflight(self.ranks, device=host.device, timeout_s=self.config.timeout_s).facts
         dtype = agree_on_dtype(facts, host.dtype, allow_fp16=self.config.allow_fp16)
         if dtype is not host.dtype:
