@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from . import cli_checkpoint, cli_plan, cli_report, cli_verify, launch
+from . import cli_checkpoint, cli_doctor, cli_plan, cli_profile, cli_report, cli_verify, launch
 from .errors import PoplarError
 
 DESCRIPTION = """\
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error (give it before COMMAND)")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     launch.add_parser(subparsers)
-    for commands in (cli_plan, cli_report, cli_verify, cli_checkpoint):
+    for commands in (cli_profile, cli_plan, cli_report, cli_verify, cli_doctor, cli_checkpoint):
         commands.add_parsers(subparsers)
     return parser
 
