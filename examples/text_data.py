@@ -45,6 +45,15 @@ def load_text(data_dir: str | None) -> tuple[list[str], list[str], str]:
     return [line for line in train if line.strip()], [line for line in evaluation if line.strip()], source
 
 
+def tokenizer_folder(output_dir: str, checkpoint: str | None) -> Path:
+    """Where the run's tokenizer is kept: beside the checkpoint a run continues from, else in the output directory.
+
+    Training one again may number equally frequent pieces otherwise, and the rows would not be the same.
+    """
+    saved = Path(checkpoint) if checkpoint and checkpoint != "last" else None
+    return saved if saved is not None and (saved / "tokenizer.json").is_file() else Path(output_dir) / "tokenizer"
+
+
 def pack(token_ids: Iterable[list[int]], row_len: int, limit: int | None = None) -> list[list[int]]:
     """One long line of tokens, cut into rows.
 

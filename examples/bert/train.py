@@ -28,7 +28,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from accelerate_poplar import PoplarTrainer, PoplarTrainingArguments
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from text_data import TextArguments, load_text, pack
+from text_data import TextArguments, load_text, pack, tokenizer_folder
 
 SIZES = {
     "tiny": {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
@@ -120,7 +120,7 @@ def main() -> None:
 
     train_lines, eval_lines, source = load_text(script.data_dir)
     with args.main_process_first(local=False, desc="making the tokenizer"):
-        tokenizer = make_tokenizer(script, train_lines, Path(args.output_dir) / "tokenizer")
+        tokenizer = make_tokenizer(script, train_lines, tokenizer_folder(args.output_dir, args.resume_from_checkpoint))
     train_rows = make_rows(script, tokenizer, train_lines, script.max_train_rows)
     eval_rows = make_rows(script, tokenizer, eval_lines, script.max_eval_rows)
 

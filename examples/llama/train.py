@@ -27,7 +27,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from accelerate_poplar import PoplarTrainer, PoplarTrainingArguments
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from text_data import TextArguments, load_text, pack
+from text_data import TextArguments, load_text, pack, tokenizer_folder
 
 SIZES = {
     "tiny": {
@@ -101,7 +101,7 @@ def main() -> None:
 
     train_lines, eval_lines, source = load_text(script.data_dir)
     with args.main_process_first(local=False, desc="making the tokenizer"):
-        tokenizer = make_tokenizer(script, train_lines, Path(args.output_dir) / "tokenizer")
+        tokenizer = make_tokenizer(script, train_lines, tokenizer_folder(args.output_dir, args.resume_from_checkpoint))
     train_rows = make_rows(tokenizer, train_lines, script.seq_len, script.max_train_rows)
     eval_rows = make_rows(tokenizer, eval_lines, script.seq_len, script.max_eval_rows)
 
