@@ -120,6 +120,3 @@ def _deepspeed_conflicts(config: Mapping[str, Any] | None, args: TrainingArgumen
             "parallel ranks only. Remove tensor_parallel."
         )
     return problems
-
-
-__all__ = ["DataError", "check_dataset", "check_run"]

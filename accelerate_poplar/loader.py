@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,8 +170,3 @@ def build_loader(
     """
     sampler = PlanSampler(plan=plan, rank=rank, num_samples=len(order), order=order, drop_last=drop_last)
     return PoplarDataLoader(dataset, plan_sampler=sampler, collate_fn=collate_fn, **(loader_kwargs or {}))
-
-
-def first_rows(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Samples of a map-style dataset by index."""
-    return [dataset[index] for index in indices]

@@ -20,11 +20,6 @@ from .profiles import ClusterProfile, read_json
 CACHE_VERSION = 1
 
 
-def user_cache_folder() -> Path:
-    """Where profiles are kept unless `cache_dir` says otherwise."""
-    return Path.home() / ".cache" / "accelerate_poplar"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProfileCache:
     """A folder of profiles, one file per cluster and model.

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from accelerate_poplar.comm import SingleRank
+from accelerate_poplar.config import default_cache_dir
 from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.measure import MeasuredProfile, explain_memory, profile_cluster
-from accelerate_poplar.profile_cache import ProfileCache, cache_key, model_fingerprint, user_cache_folder
+from accelerate_poplar.profile_cache import ProfileCache, cache_key, model_fingerprint
 from accelerate_poplar.profiles import ClusterProfile
 
 from .ranks_in_threads import run_ranks
@@ -164,4 +165,4 @@ def test_the_fingerprint_knows_checkpointing_but_no_values() -> None:
 
 def test_keys_do_not_depend_on_the_order_of_their_parts() -> None:
     assert cache_key({"a": 1, "b": (2, 3)}) == cache_key({"b": [2, 3], "a": 1})
-    assert user_cache_folder().name == "accelerate_poplar"
+    assert default_cache_dir().name == "accelerate_poplar"
