@@ -11,8 +11,11 @@ Figures taken under emulation are always called emulated.
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,7 +29,15 @@ from .errors import ConfigError
 _SMALLEST_SLEEP_S = 2e-3
 """Shorter debts wait for more: a sleep ends some 60 microseconds late and leaves the processor cold."""
 _SLEEPS_PER_PASS = 8
-"""About how many pieces a pass is slowed in: more would leave the processor cold too often, which slows it twice."""
+"""About how many pieces a pass is slowed in: more would leave the processor cold too often."""
+_PASSES_IN_ONE_GO = 8
+"""Passes of each size that run without a pause inside, to see what they take by themselves."""
+_WARM_UP_PASSES = 3
+"""The first of these, which also allocate memory for the first time."""
+_PASSES_REMEMBERED = 8
+"""Latest passes with pauses that the others are compared with."""
+_SMALLEST_RATIO = 0.5
+"""Pauses are never taken to have made compute more than twice as slow: beyond, something else slowed it."""
 
 
 class Emulation:
@@ -81,6 +92,10 @@ class Emulation:
         handle = EmulationHandle(list(_install(model, self._pacer)), lambda: self._attached.pop(model, None))
         self._attached[model] = handle
         return handle
+
+    def compute_time(self) -> float:
+        """Processor seconds of this thread, as many as the pretended rank would have needed, since some moment."""
+        return self._pacer.paced_s()
 
     @contextlib.contextmanager
     def memory_cap(
@@ -140,7 +155,12 @@ class EmulationHandle:
 
 
 class _Pacer:
-    """Keeps the debt of sleep a rank owes for its compute."""
+    """Keeps the debt of sleep a rank owes for its compute.
+
+    Compute between pauses is slower than compute in one go, since caches have gone cold: multiplied as it is, it would
+    slow the rank by more than was asked. The first passes of each size therefore run in one go and sleep at their end;
+    what later ones take more than those is not multiplied.
+    """
 
     def __init__(
         self,
@@ -149,20 +169,40 @@ class _Pacer:
         clock: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        self._factor = slowdown - 1.0
+        self._slowdown = slowdown
         self._compute_clock = compute_clock
         self._clock = clock
         self._sleep = sleep
         self._seen = 0.0
         self._debt_s = 0.0
-        self._pass_debt_s = 0.0
         self._piece_s = _SMALLEST_SLEEP_S
+        self._sizes: dict[int, _PassTimes] = {}
+        self._pass = _PassTimes()
+        self._pass_s = 0.0
+        self._rate = slowdown
+        self._paced_s = 0.0
+        self._in_one_go = False
+        self._in_pass = False
 
-    def begin(self) -> None:
-        """A forward pass starts: what was computed before it is not part of it."""
-        self._piece_s = max(_SMALLEST_SLEEP_S, self._pass_debt_s / _SLEEPS_PER_PASS)
-        self._pass_debt_s = 0.0
-        self._seen = self._compute_clock()
+    def paced_s(self) -> float:
+        """Seconds of compute as slow as the rank pretends to be, since some moment; pauses are not waited for."""
+        self._advance()
+        return self._paced_s
+
+    def begin(self, size: int) -> None:
+        """A forward pass starts: what was computed before it is not part of it.
+
+        Args:
+            size: Elements of its input, by which passes of one size are known.
+        """
+        # A model may run forward twice before backward, and a backward pass may have failed.
+        self._pay()
+        self._pass = self._sizes.setdefault(size, _PassTimes())
+        self._in_one_go = len(self._pass.in_one_go_s) < _PASSES_IN_ONE_GO
+        self._rate = max(self._slowdown * self._ratio_of(size), 1.0)
+        self._piece_s = max(_SMALLEST_SLEEP_S, (self._rate - 1.0) * self._pass.typical_s / _SLEEPS_PER_PASS)
+        self._pass_s = 0.0
+        self._in_pass = True
 
     def tick(self, *, settle: bool = False) -> None:
         """Add the compute since the last tick to the debt, and sleep it off when it is worth it.
@@ -170,34 +210,86 @@ class _Pacer:
         Args:
             settle: Sleep off whatever is owed.
         """
-        owed = self._factor * (self._compute_clock() - self._seen)
-        self._pass_debt_s += owed
-        self._debt_s += owed
-        if self._debt_s > (0.0 if settle else self._piece_s):
+        self._advance()
+        if settle or (not self._in_one_go and self._debt_s > self._piece_s):
+            self._pay()
+
+    def forward_end(self, *, backward_follows: bool) -> None:
+        """The forward pass is through."""
+        self.tick(settle=not (self._in_one_go and backward_follows))
+        self._in_pass = backward_follows
+
+    def backward_end(self) -> None:
+        """The backward pass is through, and what both took is known."""
+        self.tick(settle=True)
+        self._in_pass = False
+        (self._pass.in_one_go_s if self._in_one_go else self._pass.with_pauses_s).append(self._pass_s)
+
+    def _advance(self) -> None:
+        """Count the compute since the last call."""
+        now = self._compute_clock()
+        compute_s, self._seen = now - self._seen, now
+        self._paced_s += self._rate * compute_s
+        if self._in_pass:
+            self._pass_s += compute_s
+            self._debt_s += (self._rate - 1.0) * compute_s
+
+    def _pay(self) -> None:
+        """Sleep for what is owed. A sleep ends late; what was slept too long is taken off the next one."""
+        if self._debt_s > 0.0:
             start = self._clock()
             self._sleep(self._debt_s)
-            # A sleep ends late; what was slept too long is taken off the next one.
             self._debt_s -= self._clock() - start
         self._seen = self._compute_clock()
+
+    def _ratio_of(self, size: int) -> float:
+        """Compute in one go over compute with pauses; of the nearest size where this one has not shown it yet."""
+        if self._in_one_go:
+            return 1.0
+        known = {other: times.ratio for other, times in self._sizes.items() if times.ratio is not None}
+        if not known:
+            return 1.0
+        return known[min(known, key=lambda other: abs(math.log(max(other, 1) / max(size, 1))))]
+
+
+class _PassTimes:
+    """Compute of the passes of one size, in seconds."""
+
+    def __init__(self) -> None:
+        self.in_one_go_s: list[float] = []
+        self.with_pauses_s: deque[float] = deque(maxlen=_PASSES_REMEMBERED)
+
+    @property
+    def typical_s(self) -> float:
+        """Median of the passes in one go that are warm; 0 before there are any."""
+        return (
+            statistics.median(self.in_one_go_s[_WARM_UP_PASSES:]) if len(self.in_one_go_s) > _WARM_UP_PASSES else 0.0
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        """Compute in one go over compute with pauses; None while too few passes are known."""
+        if len(self.in_one_go_s) < _PASSES_IN_ONE_GO or len(self.with_pauses_s) < 2:
+            return None
+        return min(max(self.typical_s / max(statistics.median(self.with_pauses_s), 1e-9), _SMALLEST_RATIO), 1.0)
 
 
 def _install(model: nn.Module, pacer: _Pacer) -> Iterator[RemovableHandle]:
     """Hook every module that holds parameters, and the whole model."""
     backward = _BackwardWatch(pacer)
 
-    def before_model(_: nn.Module, __: Any) -> None:
+    def before_model(_: nn.Module, args: Any, kwargs: Any) -> None:
         backward.reset()
-        pacer.begin()
+        pacer.begin(sum(tensor.numel() for tensor in _tensors((args, kwargs))))
 
     def after_model(_: nn.Module, __: Any, output: Any) -> None:
-        pacer.tick(settle=True)
-        backward.watch(output)
+        pacer.forward_end(backward_follows=backward.watch(output))
 
     def after_layer(_: nn.Module, __: Any, output: Any) -> None:
         pacer.tick()
         backward.watch(output)
 
-    yield model.register_forward_pre_hook(before_model)
+    yield model.register_forward_pre_hook(before_model, with_kwargs=True)
     for module in model.modules():
         if module is not model and module._parameters:
             yield module.register_forward_hook(after_layer)
@@ -219,10 +311,12 @@ class _BackwardWatch:
         """Forget a backward pass that never came to its end."""
         self._waiting = False
 
-    def watch(self, output: Any) -> None:
-        """Hook every differentiable tensor of a module's output."""
-        for tensor in _differentiable(output):
+    def watch(self, output: Any) -> bool:
+        """Hook every differentiable tensor of a module's output; True if there is one."""
+        differentiable = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        for tensor in differentiable:
             tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        return bool(differentiable)
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         if not self._waiting:
@@ -233,16 +327,15 @@ class _BackwardWatch:
 
     def _on_end(self) -> None:
         self._waiting = False
-        self._pacer.tick(settle=True)
+        self._pacer.backward_end()
 
 
-def _differentiable(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            yield value
+        yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _differentiable(item)
+            yield from _tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _differentiable(item)
+            yield from _tensors(item)

@@ -19,7 +19,10 @@ from .emulation import Emulation
 from .memory import LossFunction, MakeBatch, on_training_device
 from .points import PointPicker
 
-_FEWEST_REPEATS = 3
+_FIRST_REPEATS = 2
+"""Timed repeats when a size is met for the first time."""
+_ROUNDS = 2
+"""Later rounds through all sizes, one repeat each."""
 _MOST_REPEATS = 15
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
 
@@ -63,7 +66,7 @@ class MicroStepper:
         batch = self.make_batch(micro_batch_size)
         if not warm:
             self._run(batch)
-        return [self._timed(batch) for _ in range(1 if warm else _FEWEST_REPEATS)]
+        return [self._timed(batch) for _ in range(1 if warm else _FIRST_REPEATS)]
 
     def activation_bytes(self, micro_batch_size: int) -> int:
         """Bytes a micro-batch really needs on top of parameters, gradients and buffers.
@@ -131,6 +134,11 @@ class TimedSizes:
         """Median seconds by micro-batch size, in increasing order of size."""
         return {size: statistics.median(self.repeats[size]) for size in sorted(self.repeats)}
 
+    @property
+    def fresh(self) -> list[int]:
+        """Sizes that have not been through all rounds, in increasing order."""
+        return sorted(size for size, repeats in self.repeats.items() if len(repeats) < _FIRST_REPEATS + _ROUNDS)
+
     def doubtful(self, relative_error: float) -> list[int]:
         """Sizes whose repeats disagree, or that are faster than a smaller size, in increasing order."""
         found = {size for size, repeats in self.repeats.items() if standard_error(repeats) > relative_error}
@@ -156,10 +164,10 @@ def time_sizes(
     recover: Callable[[], None],
     progress: Callable[[str], None],
 ) -> TimedSizes:
-    """Time the sizes the picker asks for, then those in doubt again, until time is up; one size is timed in any case.
+    """Time the sizes the picker asks for, then all in rounds, then those in doubt, until time is up.
 
-    Repeats of a doubtful size are spread over rounds through all of them, so that a spell of other load on the host
-    does not fall on one size alone.
+    One size is timed in any case. Repeats are spread over rounds through all sizes, so that a spell of other load on
+    the host does not fall on one size alone: a plan would take such a size for a fast or a slow one.
 
     Running out of memory lowers the picker's largest size half-way to the largest that fits. A size that fails for
     another reason is skipped, unless the first two fail.
@@ -176,7 +184,17 @@ def time_sizes(
         RuntimeError, ValueError: The first two sizes failed, and not for lack of memory.
     """
     result = TimedSizes()
-    while (size := picker.ask()) is not None:
+    while True:
+        size = picker.ask()
+        if result.fresh and (size is None or size < max(result.repeats)):
+            # What lies between is chosen by what all rounds say of its neighbours.
+            if not _round(result, result.fresh, timer, out_of_time, progress):
+                return result
+            for known in result.repeats:
+                picker.tell(known, result.seconds[known], standard_error(result.repeats[known]))
+            continue
+        if size is None:
+            break
         if result.repeats and out_of_time():
             return result
         progress(f"micro-batch {size}")
@@ -198,13 +216,25 @@ def time_sizes(
             continue
         picker.tell(size, statistics.median(repeats), standard_error(repeats))
         result.repeats[size] = repeats
-    while doubtful := result.doubtful(relative_error):
-        for size in doubtful:
-            if out_of_time():
-                return result
-            progress(f"micro-batch {size} again")
-            result.repeats[size] += timer(size, warm=True)
+    while (doubtful := result.doubtful(relative_error)) and _round(result, doubtful, timer, out_of_time, progress):
+        pass
     return result
+
+
+def _round(
+    result: TimedSizes,
+    sizes: Sequence[int],
+    timer: Timer,
+    out_of_time: Callable[[], bool],
+    progress: Callable[[str], None],
+) -> bool:
+    """Time each of these sizes once more; False when time was up before the end."""
+    for size in sizes:
+        if out_of_time():
+            return False
+        progress(f"micro-batch {size} again")
+        result.repeats[size] += timer(size, warm=True)
+    return True
 
 
 def is_out_of_memory(problem: BaseException) -> bool:

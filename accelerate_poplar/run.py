@@ -284,12 +284,11 @@ class PoplarRun:
         return count
 
     def _start_watching(self, host: Host, plan: Plan) -> None:
-        emulation = self._emulation
         self.clock = ComputeClock(
             host.model,
             host.device,
             waits_inside=plan.zero_stage == 3 and self.ranks.world_size > 1,
-            slowdown=1.0 if emulation is None else emulation.slowdown,
+            emulation=self._emulation,
         )
         self.watch = RunWatch(
             ranks=self.ranks,

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from . import metrics
 from .comm import Ranks, decide
 from .config import PoplarConfig
+from .emulation import Emulation
 from .plan import Plan
 from .profiles import ClusterProfile
 from .replan import Verdict, judge
@@ -29,15 +30,17 @@ class ComputeClock:
     """How long this rank computes, without the time it waits for others.
 
     Forward, and backward up to the gradient of the embedding's output (the last thing backward needs before the gradients
-    are reduced), are timed on the device. At ZeRO-3, where ranks meet inside both passes, processor time stands in on a
-    CPU; on a GPU such waits cannot be told apart and are counted.
+    are reduced), are timed on the device. On a CPU, processor time stands in where that would be wrong: at ZeRO-3, where
+    ranks meet inside both passes, and on an emulated rank, which may pause later. On a GPU such waits cannot be told
+    apart and are counted.
 
     Args:
         model: The model; hooks are added to it.
         device: Where it runs.
         waits_inside: True where the passes contain collectives (ZeRO-3).
+        clock: Real time, in seconds.
         thread_clock: Processor time of this thread, in seconds.
-        slowdown: Emulated slowdown of this rank, which processor time does not show.
+        emulation: What the rank pretends to be; its processor time replaces the thread's.
     """
 
     def __init__(
@@ -48,12 +51,13 @@ class ComputeClock:
         waits_inside: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         thread_clock: Callable[[], float] = time.thread_time,
-        slowdown: float = 1.0,
+        emulation: Emulation | None = None,
     ) -> None:
+        slowed = emulation is not None and emulation.slowdown != 1.0
+        if device.type == "cpu" and (waits_inside or slowed):
+            clock = emulation.compute_time if slowed else thread_clock
         self._device = device
         self._clock = clock
-        self._own = lambda: thread_clock() * slowdown
-        self._use_own = device.type == "cpu" and waits_inside
         self._spans: list[tuple[Any, Any]] = []
         self._start: Any = None
         self._end: Any = None
@@ -87,7 +91,7 @@ class ComputeClock:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
-        return self._own() if self._use_own else self._clock()
+        return self._clock()
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         if torch.is_grad_enabled() and module.training:

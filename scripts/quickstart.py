@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from accelerate_poplar.watch import HISTORY_FILE_NAME
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOWDOWN = (1.0, 3.0)
@@ -30,7 +33,7 @@ class Run:
     losses: dict[int, float]
     """Logged loss by optimizer step."""
     samples_per_s: float
-    """Samples per second over the whole training, profiling not included."""
+    """Samples per second at the median step time: a spell of other load on the machine does not count."""
     zero_stage: int
     """ZeRO stage of its plan."""
     micro_batch_sizes: list[list[int]]
@@ -91,7 +94,7 @@ def train(title: str, output_dir: Path, args: argparse.Namespace, flags: list[st
         *("examples/llama/train.py", "--size", "tiny", "--output_dir", str(output_dir)),
         *(("--data_dir", data_dir) if data_dir else ()),
         *("--max_steps", str(args.steps), "--per_device_train_batch_size", "16", "--learning_rate", "1e-3"),
-        *("--max_eval_rows", "64", "--logging_steps", "5", "--save_strategy", "no", "--report_to", "none"),
+        *("--max_eval_rows", "64", "--logging_steps", "3", "--save_strategy", "no", "--report_to", "none"),
         *("--seed", "1", "--disable_tqdm", "true", "--poplar_cache_dir", str(output_dir / "profile_cache")),
         *flags,
     ]
@@ -110,9 +113,11 @@ def read_run(output_dir: Path) -> Run:
     """What is compared, from the files the run wrote."""
     history = json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     plan = json.loads((output_dir / "poplar_plan.json").read_text(encoding="utf-8"))
+    with (output_dir / HISTORY_FILE_NAME).open(encoding="utf-8") as lines:
+        windows = [json.loads(line) for line in lines]
     return Run(
         losses={entry["step"]: entry["loss"] for entry in history if "loss" in entry},
-        samples_per_s=next(e["train_samples_per_second"] for e in history if "train_samples_per_second" in e),
+        samples_per_s=plan["global_batch_size"] / statistics.median(w["step_time_s"] for w in windows),
         zero_stage=plan["zero_stage"],
         micro_batch_sizes=[rank["micro_batch_sizes"] for rank in plan["ranks"]],
     )

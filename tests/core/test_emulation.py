@@ -7,14 +7,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accelerate_poplar.emulation import Emulation
+from accelerate_poplar.emulation import _PASSES_IN_ONE_GO, Emulation
 from accelerate_poplar.errors import ConfigError
 
 
 class World:
-    """A thread whose compute is what its layers say, on clocks that only they and sleeping move."""
+    """A thread whose compute is what its layers say, on clocks that only they and sleeping move.
 
-    def __init__(self, oversleep_s: float = 0.0) -> None:
+    Args:
+        oversleep_s: How much too long every sleep is.
+        cold_s: How much longer compute takes once after every sleep.
+    """
+
+    def __init__(self, oversleep_s: float = 0.0, cold_s: float = 0.0) -> None:
+        self.cold_s = cold_s
         self.compute_s = 0.0
         self.slept_s = 0.0
         self.sleeps = 0
@@ -27,6 +33,7 @@ class World:
     def sleep(self, seconds: float) -> None:
         assert seconds > 0
         self.slept_s += seconds + self.oversleep_s
+        self.compute_s += self.cold_s
         self.sleeps += 1
 
     def emulation(self, slowdown: float, **kwargs) -> Emulation:
@@ -100,24 +107,54 @@ def test_a_step_takes_as_many_times_longer(slowdown: float, checkpointing: str |
     assert world.elapsed_s == pytest.approx(slowdown * world.compute_s, rel=1e-6)
 
 
+def run_in(model: nn.Module) -> None:
+    """The passes of a size that run in one go."""
+    for _ in range(_PASSES_IN_ONE_GO):
+        step(model, torch.ones(2))
+
+
 def test_backward_is_over_only_when_its_share_is_slept() -> None:
     world = World()
     model = Deep(world)
     world.emulation(3.0).attach(model)
+    run_in(model)
+    start = world.elapsed_s
     loss = model(torch.ones(2))["loss"]
-    assert world.elapsed_s == pytest.approx(3 * 0.060), "forward is slowed inside forward"
+    assert world.elapsed_s - start == pytest.approx(3 * 0.060), "forward is slowed inside forward"
     loss.backward()
-    assert world.elapsed_s == pytest.approx(3 * 0.180), "and backward inside backward"
+    assert world.elapsed_s - start == pytest.approx(3 * 0.180), "and backward inside backward"
 
 
 def test_pauses_are_spread_over_the_pass_but_not_countless() -> None:
     world = World()
     model = Deep(world, layers=40)
     world.emulation(3.0).attach(model)
-    step(model)
+    run_in(model)
     world.sleeps = 0
     step(model)
     assert 4 <= world.sleeps <= 20
+
+
+def test_caches_that_pauses_left_cold_do_not_count_as_compute() -> None:
+    world = World(cold_s=0.005)
+    model = Deep(world, layers=40)
+    world.emulation(3.0).attach(model)
+    run_in(model)
+    for _ in range(4):
+        step(model, torch.ones(2))
+    start = world.elapsed_s
+    for _ in range(20):
+        step(model, torch.ones(2))
+    assert world.elapsed_s - start == pytest.approx(20 * 3 * 40 * 0.030, rel=0.03)
+
+
+def test_two_forward_passes_before_backward_are_slowed_both() -> None:
+    world = World()
+    model = Deep(world)
+    world.emulation(3.0).attach(model)
+    x = torch.ones(2, requires_grad=True)
+    (model(x)["loss"] + model(x)["loss"]).backward()
+    assert world.elapsed_s == pytest.approx(3 * 2 * 6 * 0.030)
 
 
 def test_sleeping_too_long_is_made_up_for() -> None:
@@ -162,6 +199,7 @@ def test_a_backward_that_failed_does_not_spoil_the_next() -> None:
     with pytest.raises(RuntimeError, match="scripted"):
         output["loss"].backward()
     hook.remove()
+    step(model)
     start, computed = world.elapsed_s, world.compute_s
     for _ in range(2):
         step(model)

@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate_poplar import ClusterProfile, Measurement, PoplarConfig, RankProfile, StageProfile, find_plan
 from accelerate_poplar.comm import SingleRank
+from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.replan import judge, scaled
 from accelerate_poplar.step_model import break_down_plan
 from accelerate_poplar.watch import ComputeClock, RunWatch, StepRecord, append_history, event_line, first_layer
@@ -128,10 +129,23 @@ def test_the_clock_stops_before_the_ranks_wait_for_each_other() -> None:
 def test_where_ranks_meet_inside_a_pass_processor_time_stands_in() -> None:
     own, wall = Clock(), Clock()
     model = nn.Sequential(nn.Linear(2, 2), Slow(own))
-    watch = ComputeClock(model, torch.device("cpu"), waits_inside=True, clock=wall, thread_clock=own, slowdown=3.0)
+    watch = ComputeClock(model, torch.device("cpu"), waits_inside=True, clock=wall, thread_clock=own)
     model.train()
     model(torch.ones(1, 2)).sum().backward()
     wall.now += 100.0
+    watch.micro_step_done()
+    assert watch.take() == pytest.approx(2.0)
+
+
+def test_an_emulated_rank_counts_pauses_that_are_still_to_come() -> None:
+    own = Clock()
+    model = nn.Sequential(nn.Linear(2, 2), Slow(own))
+    emulation = Emulation(slowdown=3.0, compute_clock=own, clock=own, sleep=lambda seconds: None)
+    emulation.attach(model)
+    watch = ComputeClock(model, torch.device("cpu"), clock=own, emulation=emulation)
+    model.train()
+    model(torch.ones(1, 2)).sum().backward()
+    own.now += 50.0  # the optimizer
     watch.micro_step_done()
     assert watch.take() == pytest.approx(6.0)
 
