@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .profiles import Measurement
 
 _SHARED_WITHIN = 0.05
 """Equal ranks whose times differ by no more than this share one curve, so that the planner sees one type."""
+_SHARED_WITHIN_EMULATED = 0.3
+"""The same for emulated ranks: one machine stands in for several, and what it does beside has no part in the emulation."""
 _STRAGGLER_FROM = 1.1
 """A rank this many times slower than its equals is called a straggler."""
 
@@ -38,19 +40,36 @@ class Straggler:
 
 
 def share_curves(
-    points: Sequence[tuple[Measurement, ...]], kinds: Sequence[Hashable]
+    points: Sequence[tuple[Measurement, ...]], kinds: Sequence[Hashable], slowdowns: Sequence[float] | None = None
 ) -> tuple[list[tuple[Measurement, ...]], list[Straggler]]:
     """Give equal ranks that agree the same points, and find those that do not.
 
     Args:
         points: Every rank's measurements, in rank order.
-        kinds: Every rank's device, model and emulation; equal entries mean equal ranks.
+        kinds: Every rank's device; equal entries mean equal ranks.
+        slowdowns: Every rank's emulated slowdown; None = nothing is emulated. Equal ranks are compared without it, and
+            those that agree have the same points but for it.
 
     Returns:
         The points to use, in rank order, and the stragglers.
     """
+    if slowdowns is not None:
+        own = [_times(points[rank], 1.0 / factor) for rank, factor in enumerate(slowdowns)]
+        shared, stragglers = _share(own, kinds, _SHARED_WITHIN_EMULATED)
+        return [_times(shared[rank], factor) for rank, factor in enumerate(slowdowns)], stragglers
+    return _share(points, kinds, _SHARED_WITHIN)
+
+
+def _times(points: Sequence[Measurement], factor: float) -> tuple[Measurement, ...]:
+    return tuple(replace(point, step_time_s=point.step_time_s * factor) for point in points)
+
+
+def _share(
+    points: Sequence[tuple[Measurement, ...]], kinds: Sequence[Hashable], within: float
+) -> tuple[list[tuple[Measurement, ...]], list[Straggler]]:
     result = list(points)
     stragglers: list[Straggler] = []
+    straggler_from = max(_STRAGGLER_FROM, 1.0 + within)
     for kind in dict.fromkeys(kinds):
         members = [rank for rank, other in enumerate(kinds) if other == kind]
         times = {rank: {p.micro_batch_size: p.step_time_s for p in points[rank]} for rank in members}
@@ -63,14 +82,14 @@ def share_curves(
         stragglers += [
             Straggler(
                 rank=rank,
-                equals=tuple(other for other in members if factors[other] < _STRAGGLER_FROM),
+                equals=tuple(other for other in members if factors[other] < straggler_from),
                 factor=factors[rank],
                 extra_s=statistics.median(times[rank][s] - reference[s] for s in common),
             )
             for rank in members
-            if factors[rank] >= _STRAGGLER_FROM
+            if factors[rank] >= straggler_from
         ]
-        alike = [rank for rank in members if abs(factors[rank] - 1.0) <= _SHARED_WITHIN]
+        alike = [rank for rank in members if abs(factors[rank] - 1.0) <= within]
         shared = _median_points([points[rank] for rank in alike])
         for rank in alike if len(alike) > 1 else []:
             result[rank] = shared
@@ -78,6 +97,8 @@ def share_curves(
 
 
 def _median_points(points: Sequence[tuple[Measurement, ...]]) -> tuple[Measurement, ...]:
+    """The median of each size; sizes that only some have measured are left out where all have measured larger ones."""
+    reach = min(own[-1].micro_batch_size for own in points)
     by_size: dict[int, list[Measurement]] = {}
     for point in sorted((p for own in points for p in own), key=lambda p: p.micro_batch_size):
         by_size.setdefault(point.micro_batch_size, []).append(point)
@@ -88,4 +109,5 @@ def _median_points(points: Sequence[tuple[Measurement, ...]]) -> tuple[Measureme
             peak_memory_bytes=max(p.peak_memory_bytes for p in found),
         )
         for size, found in by_size.items()
+        if len(found) == len(points) or size > reach
     )

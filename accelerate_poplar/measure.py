@@ -185,9 +185,11 @@ def _measure(
 def _assemble(
     request: ProfileRequest, reports: Sequence[RankReport], times: Mapping[int, StageTimes]
 ) -> MeasuredProfile:
+    emulated = any(report.emulated for report in reports)
     points, stragglers = share_curves(
         [report.points for report in reports],
-        [(report.facts.device, report.memory.device_bytes, report.slowdown) for report in reports],
+        [(report.facts.device, report.facts.memory_bytes) for report in reports],
+        [report.slowdown for report in reports] if emulated else None,
     )
     overhead_s = max(report.step_overhead_s for report in reports)
     return MeasuredProfile(
@@ -197,7 +199,7 @@ def _assemble(
         dtype=DTYPE_NAMES[request.dtype],
         ranks=tuple(_rank_profile(rank, r, points[rank], request.dtype) for rank, r in enumerate(reports)),
         zero_stages={s: _stage_profile(s, reports, times[s], overhead_s) for s in request.zero_stages},
-        emulated=any(report.emulated for report in reports),
+        emulated=emulated,
         memory=tuple(report.memory for report in reports),
         timed_micro_steps=tuple(report.micro_steps for report in reports),
         stragglers=tuple(stragglers),

@@ -21,7 +21,7 @@ from .points import PointPicker
 
 _FIRST_REPEATS = 2
 """Timed repeats when a size is met for the first time."""
-_ROUNDS = 2
+_ROUNDS = 3
 """Later rounds through all sizes, one repeat each."""
 _MOST_REPEATS = 15
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")

@@ -22,7 +22,10 @@ class TextArguments:
     seq_len: int = field(default=128, metadata={"help": "tokens per row"})
     data_dir: str | None = field(
         default=None,
-        metadata={"help": "folder with valid.txt, test.txt and perhaps train.txt; wikitext-2 if left out"},
+        metadata={
+            "help": "folder with valid.txt, test.txt and perhaps train.txt, or with a folder wikitext-2 that has them; "
+            "from the hub if left out"
+        },
     )
     tokenizer_name: str | None = field(
         default=None, metadata={"help": "a tokenizer of the hub, or a folder; trained on the text if left out"}
@@ -93,6 +96,8 @@ def _from_hub() -> DatasetDict:
 
 
 def _from_folder(folder: Path) -> tuple[list[str], list[str], str]:
+    if not (folder / "valid.txt").is_file() and (folder / "wikitext-2" / "valid.txt").is_file():
+        folder = folder / "wikitext-2"
     training, evaluation = (
         ("train.txt", "valid.txt") if (folder / "train.txt").is_file() else ("valid.txt", "test.txt")
     )

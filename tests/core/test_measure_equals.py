@@ -27,6 +27,30 @@ def test_different_devices_keep_their_own() -> None:
     assert share_curves(own, ["a", "b"]) == (own, [])
 
 
+def test_emulated_ranks_of_one_device_differ_by_their_slowdown_only() -> None:
+    noisy = [curve(1.0, 2.2), curve(3.6, 5.4)]
+    points, stragglers = share_curves(noisy, ["a", "a"], [1.0, 3.0])
+    assert [p.step_time_s for p in points[0]] == pytest.approx([1.1, 2.0])
+    assert [p.step_time_s for p in points[1]] == pytest.approx([3.3, 6.0])
+    assert stragglers == []
+
+
+def test_real_imbalance_below_an_emulated_one_stays() -> None:
+    own = [curve(1.0, 2.0), curve(6.0, 12.0)]
+    points, stragglers = share_curves(own, ["a", "a"], [1.0, 3.0])
+    assert points == own
+    assert [s.rank for s in stragglers] == [1]
+
+
+def test_a_size_that_one_rank_alone_looked_at_is_kept_only_beyond_the_others() -> None:
+    more = (*curve(1.0, 2.0), Measurement(micro_batch_size=3, step_time_s=2.7, peak_memory_bytes=300))
+    wider = curve(1.0, 2.0, 4.0)
+    points, _ = share_curves([more, wider], ["a", "a"])
+    assert [p.micro_batch_size for p in points[0]] == [1, 2, 4]
+    points, _ = share_curves([(*more, *curve(1.0, 2.0, 4.0)[2:]), wider], ["a", "a"])
+    assert [p.micro_batch_size for p in points[0]] == [1, 2, 4]
+
+
 def test_ranks_without_points_are_left_alone() -> None:
     assert share_curves([(), ()], ["a", "a"]) == ([(), ()], [])
 

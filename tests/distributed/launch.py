@@ -99,7 +99,9 @@ def run_suite(
     outputs = start_ranks(command, world_size=world_size, timeout_s=timeout_s, folder=folder, env=env)
     failed = [output for output in outputs if output.code != 0]
     if failed:
-        first = next((output for output in failed if output.code is not None), failed[0])
         states = ", ".join(f"rank {o.rank}: {'timed out' if o.code is None else f'exit {o.code}'}" for o in failed)
-        raise LaunchError(f"{suite} on {world_size} ranks: {states}\n--- rank {first.rank} ---\n{first.text[-6000:]}")
+        # The rank that failed by itself comes last, where a reader looks first; the others only lost it.
+        failed.sort(key=lambda output: (output.code is not None, "another rank is gone" not in output.text))
+        texts = "\n".join(f"--- rank {output.rank} ---\n{output.text[-5000:]}" for output in failed)
+        raise LaunchError(f"{suite} on {world_size} ranks: {states}\n{texts}")
     return json.loads(result.read_text())
