@@ -99,16 +99,22 @@ class Emulation:
 
     @contextlib.contextmanager
     def memory_cap(
-        self, base_bytes: int = 0, *, device_type: str = "cpu", known: Iterable[torch.Tensor] = ()
+        self,
+        base_bytes: int = 0,
+        *,
+        device_type: str = "cpu",
+        known: Iterable[torch.Tensor] = (),
+        held: Iterable[torch.Tensor] = (),
     ) -> Iterator[None]:
         """Raise `torch.OutOfMemoryError` when live tensors exceed the emulated memory.
 
         One counter serves all uses, so that gradients kept from one micro-step to the next stay counted.
 
         Args:
-            base_bytes: Training state that exists already: parameters and optimizer state.
+            base_bytes: Training state that exists already, for example parameters.
             device_type: Kind of device whose tensors count.
             known: Tensors that `base_bytes` speaks of, so that their views are not counted as new.
+            held: Tensors that exist already and that `base_bytes` does not speak of; each is counted once.
         """
         if self.memory_bytes is None:
             yield
@@ -119,6 +125,7 @@ class Emulation:
             )
         self._counter.base_bytes = base_bytes
         self._counter.know(known, count=False)
+        self._counter.know(held, count=True)
         with self._counter:
             yield
 

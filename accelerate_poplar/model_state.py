@@ -190,3 +190,18 @@ def optimizer_bytes(
     tensors = (value for state in optimizer.state.values() for value in state.values())
     held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
     return MASTER_BYTES + held / elements
+
+
+def optimizer_tensors(engine: nn.Module) -> list[torch.Tensor]:
+    """What the optimizer of a DeepSpeed engine holds by now: its state, and master copies of parameters.
+
+    Returns:
+        The tensors; none where `engine` is a plain module.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    own = {id(parameter) for parameter in engine.parameters()}
+    masters = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    return masters + [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from .inspection import is_partitioned, model_name, moved, shortened, whole_para
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
 from .memory import DTYPE_NAMES
-from .model_state import ModelSize, model_size
+from .model_state import ModelSize, model_size, optimizer_tensors
 from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest, candidate_stages, find_shared_plan
 from .preflight import agree_on_dtype, preflight
@@ -317,9 +317,8 @@ class PoplarRun:
         Raises:
             RankError: The device is out of memory.
         """
-        cap = self._emulation.memory_cap(self._state_bytes()) if self._emulation is not None else nullcontext()
         try:
-            with cap:
+            with self._memory_cap(model):
                 yield
         except torch.OutOfMemoryError as error:
             sizes = list(self.plan.ranks[self.ranks.rank].micro_batch_sizes) if self.plan else []
@@ -328,13 +327,13 @@ class PoplarRun:
                 "Lower max_micro_batch_size or memory_fraction for this rank in the Poplar settings."
             ) from error
 
-    def _state_bytes(self) -> int:
-        """Bytes of this rank's parameters and optimizer state, which exist before a micro-step."""
+    def _memory_cap(self, model: nn.Module) -> AbstractContextManager[None]:
         memory = getattr(self.profile, "memory", ())
-        if not memory or self.plan is None:
-            return 0
-        states = memory[self.ranks.rank].states[self.plan.zero_stage]
-        return int(states.parameters + states.optimizer)
+        if self._emulation is None or not memory or self.plan is None:
+            return nullcontext() if self._emulation is None else self._emulation.memory_cap()
+        parameter_bytes = int(memory[self.ranks.rank].states[self.plan.zero_stage].parameters)
+        # Some optimizers make their state in the first step, some before it.
+        return self._emulation.memory_cap(parameter_bytes, known=model.parameters(), held=optimizer_tensors(model))
 
     def look(self, sampler: PlanSampler, *, step: int) -> dict[str, Any] | None:
         """Judge the plan at the steps the settings name, and change it where they say so; a collective call.

@@ -322,6 +322,8 @@ def run_cases(cases: dict[str, Callable[[], Any]]) -> None:
             found = case() or []
         except Exception:  # noqa: BLE001 - one failing check must not hide the others
             found = [traceback.format_exc(limit=12)]
+            # Said at once as well: where the other ranks wait in this check, nobody gets to the report below.
+            print(f"in {name}:", *found, flush=True)
         own = "\n".join(map(str, found))
         reports = ranks.gather(own)
         results[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
