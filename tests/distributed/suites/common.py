@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 import tempfile
 import traceback
 import warnings
@@ -318,6 +319,7 @@ def run_cases(cases: dict[str, Callable[[], Any]]) -> None:
     start_gloo_state()
     ranks = connect(120.0)
     for name, case in cases.items():
+        start = time.perf_counter()
         try:
             found = case() or []
         except Exception:  # noqa: BLE001 - one failing check must not hide the others
@@ -327,6 +329,8 @@ def run_cases(cases: dict[str, Callable[[], Any]]) -> None:
         own = "\n".join(map(str, found))
         reports = ranks.gather(own)
         results[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
+        if ranks.rank == 0:
+            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)  # case_s
         if ranks.rank == 0 and results[name]:
             print(f"FAILED {name}: {results[name]}", flush=True)
     if ranks.rank == 0:
