@@ -95,18 +95,30 @@ def _from_hub() -> DatasetDict:
     return load_dataset(*DATASET)
 
 
-def _from_folder(folder: Path) -> tuple[list[str], list[str], str]:
+def text_files(folder: Path) -> tuple[Path, Path]:
+    """The files of a folder to train on and to evaluate on.
+
+    Raises:
+        SystemExit: They are not there.
+    """
     if not (folder / "valid.txt").is_file() and (folder / "wikitext-2" / "valid.txt").is_file():
         folder = folder / "wikitext-2"
-    training, evaluation = (
-        ("train.txt", "valid.txt") if (folder / "train.txt").is_file() else ("valid.txt", "test.txt")
-    )
-    missing = [name for name in (training, evaluation) if not (folder / name).is_file()]
+    names = ("train.txt", "valid.txt") if (folder / "train.txt").is_file() else ("valid.txt", "test.txt")
+    missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise SystemExit(f"--data_dir {folder}: no {' and no '.join(missing)} in it. It needs valid.txt and test.txt.")
-    lines = [(folder / name).read_text(encoding="utf-8").splitlines() for name in (training, evaluation)]
-    remark = "" if training == "train.txt" else " (there is no train.txt)"
-    return lines[0], lines[1], f"{training} of {folder} to train on{remark}, {evaluation} to evaluate on"
+    return folder / names[0], folder / names[1]
+
+
+def _from_folder(folder: Path) -> tuple[list[str], list[str], str]:
+    training, evaluation = text_files(folder)
+    lines = [path.read_text(encoding="utf-8").splitlines() for path in (training, evaluation)]
+    remark = "" if training.name == "train.txt" else " (there is no train.txt)"
+    return (
+        lines[0],
+        lines[1],
+        f"{training.name} of {training.parent} to train on{remark}, {evaluation.name} to evaluate on",
+    )
 
 
 def _hub_answers(timeout_s: float = 5.0) -> bool:

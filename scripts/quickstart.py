@@ -22,6 +22,9 @@ from rich.table import Table
 
 from accelerate_poplar.watch import HISTORY_FILE_NAME
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from text_data import text_files
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOWDOWN = (1.0, 3.0)
 """How many times slower each rank is made, in rank order."""
@@ -48,8 +51,15 @@ class Run:
 
 
 def main() -> int:
-    """Run both trainings, in turns, and print the comparison."""
+    """Run both trainings, in turns, and print the comparison.
+
+    Raises:
+        SystemExit: The text is not where it should be, or a training failed.
+    """
     args = parse_arguments()
+    data_dir = os.environ.get("POPLAR_DATA_DIR")
+    if data_dir:
+        text_files(Path(data_dir))
     folder = Path(args.output_dir).resolve()
     shutil.rmtree(folder, ignore_errors=True)
     turns = [(kind, folder / (kind if turn == 0 else f"{kind}-{turn + 1}")) for turn in range(TURNS) for kind in KINDS]

@@ -88,17 +88,18 @@ def test_the_quick_start_compares_two_runs_of_the_same_training(tmp_path: Path) 
     assert "samples/s, all steps (emulated)" in result.stdout
 
 
-def test_a_failed_run_is_named(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "scripts/quickstart.py", "--output_dir", str(tmp_path)],
-        cwd=REPOSITORY,
-        env={**os.environ, "POPLAR_DATA_DIR": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert "quickstart: the training failed" in result.stderr
-    assert "no valid.txt and no test.txt in it" in result.stderr
+def test_a_folder_without_text_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POPLAR_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"no valid\.txt and no test\.txt in it"):
+        QUICKSTART.main()
+
+
+def test_a_failed_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr(QUICKSTART.subprocess, "run", lambda *args, **kwargs: failing)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=r"the training failed \(exit code 3\)"):
+        QUICKSTART.main()

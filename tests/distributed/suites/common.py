@@ -6,8 +6,8 @@ import dataclasses
 import json
 import os
 import sys
-import time
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
