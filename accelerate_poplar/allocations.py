@@ -21,7 +21,8 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live and peak tensor bytes while active, each storage once.
 
     Storages made while it is active stay counted until they are freed, also when that happens after it has been
-    left; it can be entered any number of times. Kernels' own scratch space is not seen.
+    left; it can be entered any number of times. Kernels' own scratch space is not seen. A compiled model runs
+    uncompiled while it is active: torch.compile would otherwise give up on the model for good.
 
     Args:
         device_type: Only tensors on this kind of device count, for example `cuda`.
@@ -46,7 +47,19 @@ class AllocationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
         self._describe = describe
         self._rounding = _ROUNDING.get(device_type, 1)
+        self._stances: list[Any] = []
         self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __enter__(self) -> AllocationCounter:
+        """Start counting."""
+        self._stances.append(torch.compiler.set_stance("force_eager"))  # type: ignore[no-untyped-call]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop counting; what is live stays counted until it is freed."""
+        super().__exit__(*exception)
+        self._stances.pop().__exit__(*exception)
 
     def know(self, tensors: Iterable[torch.Tensor], *, count: bool) -> None:
         """Register tensors made elsewhere.

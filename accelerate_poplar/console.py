@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import TracebackType
 
 from rich.console import Console
@@ -25,6 +26,11 @@ def say(text: str) -> None:
 def warn(text: str) -> None:
     """One line that asks for attention."""
     console().print(f"{NAME}: warning: {text}", markup=False, highlight=False, style="yellow")
+
+
+def quiet_third_party() -> None:
+    """Silence what a user of DeepSpeed can do nothing about: it calls collectives by names torch has deprecated."""
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 class ProfilingProgress:

@@ -13,7 +13,7 @@ from torch import nn
 from ._compat import installed_faults
 from .comm import Ranks, agree, connect, decide
 from .config import EmulationConfig, PoplarConfig, default_cache_dir
-from .console import ProfilingProgress, say, warn
+from .console import ProfilingProgress, quiet_third_party, say, warn
 from .device import DeviceFacts
 from .emulation import Emulation
 from .errors import RankError
@@ -128,6 +128,7 @@ class PoplarRun:
             The plan, the same on every rank.
         """
         self._device = host.device
+        quiet_third_party()
         for fault in installed_faults() if self.ranks.rank == 0 else ():
             warn(fault)
         facts = preflight(self.ranks, device=host.device, timeout_s=self.config.timeout_s).facts

@@ -36,6 +36,22 @@ class Scripted(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class Plain(nn.Module):
+    """A model without side effects, so that it compiles whole; its clock moves a second with every reading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.now = [0.0]
+
+    def read(self) -> float:
+        self.now[0] += 1.0
+        return self.now[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).pow(2).mean()
 
@@ -70,6 +86,24 @@ def test_the_curve_is_the_scripted_one() -> None:
     assert (measured.model, measured.dtype, measured.emulated) == ("scripted", "fp32", False)
     for stage in range(4):
         assert measured.stage(stage).max_micro_batch_size == (16,)
+
+
+def test_compiling_for_a_new_size_is_not_counted_as_its_time() -> None:
+    model = Plain()
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compilations.append(len(inputs))
+        model.now[0] += 100.0
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    weights = [p.detach().clone() for p in model.parameters()]
+    measured = profile(compiled, largest_micro_batch=4, clock=lambda: model.read())
+    assert len(compilations) >= 3
+    assert {p.micro_batch_size for p in measured.ranks[0].points} >= {1, 2, 4}
+    assert all(p.step_time_s < 50.0 for p in measured.ranks[0].points)
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
 
 
 def test_the_profile_survives_its_json_form() -> None:
