@@ -78,6 +78,7 @@ def profile_cluster(
     clock: Clock = time.perf_counter,
     emulation: Emulation | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
+    compile_options: Mapping[str, Any] | None = None,
     cache: ProfileCache | None = None,
 ) -> MeasuredProfile:
     """Profile all ranks at the same time; every rank must call it and gets the same profile.
@@ -104,6 +105,7 @@ def profile_cluster(
         clock: Seconds of real time.
         emulation: What this rank pretends to be.
         deepspeed_config: The run's; its buffer sizes count towards memory and communication.
+        compile_options: Arguments of `torch.compile` that the run compiles the model with; None = it does not.
         cache: Where profiles of earlier starts are; None = measure in any case.
 
     Returns:
@@ -132,6 +134,7 @@ def profile_cluster(
         clock=clock,
         emulation=emulation,
         deepspeed_config=deepspeed_config,
+        compile_options=compile_options,
     )
     facts = ranks.gather(device_facts(device))
     parts = _cache_parts(request, facts, seq_len)
@@ -226,6 +229,9 @@ def _cache_parts(request: ProfileRequest, facts: Sequence[DeviceFacts], seq_len:
         "seq_len": seq_len,
         "optimizer_bytes_per_parameter": request.optimizer_bytes_per_parameter,
         "deepspeed": (request.deepspeed_config or {}).get("zero_optimization"),
+        "compiled": None
+        if request.compile_options is None
+        else {k: str(v) for k, v in request.compile_options.items()},
         "versions": installed_versions(),
     }
 

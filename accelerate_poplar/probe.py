@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,8 +50,16 @@ class MicroStepper:
     """Seconds of real time."""
     emulation: Emulation | None = None
     """What the rank pretends to be; its hooks are attached by the caller."""
+    compile_options: Mapping[str, Any] | None = None
+    """How training will compile the model (`torch.compile`); None = not at all."""
+    _runs: nn.Module = field(init=False)
     micro_steps: int = field(default=0, init=False)
     """Micro-steps run so far, warm-ups included."""
+
+    def __post_init__(self) -> None:
+        """Compile as training will; the first run of each size, which compiles for it, is never timed."""
+        options = self.compile_options
+        self._runs = self.model if options is None else torch.compile(self.model, **options)
 
     def time(self, micro_batch_size: int, *, warm: bool = False) -> list[float]:
         """Seconds of a few repeats of one micro-batch.
@@ -109,7 +117,7 @@ class MicroStepper:
         cap = self.emulation.memory_cap(held, known=parameters) if self.emulation else contextlib.nullcontext()
         try:
             with cap:
-                loss = self.loss_fn(self.model, on_training_device(batch, self.device, self.dtype))
+                loss = self.loss_fn(self._runs, on_training_device(batch, self.device, self.dtype))
                 loss.backward()  # type: ignore[no-untyped-call]
             synchronize(self.device)
         except (RuntimeError, MemoryError) as problem:

@@ -90,6 +90,8 @@ class ProfileRequest:
     """What this rank pretends to be."""
     deepspeed_config: Mapping[str, Any] | None
     """The run's."""
+    compile_options: Mapping[str, Any] | None = None
+    """How training will compile the model; None = not at all."""
 
 
 @dataclass(kw_only=True)
@@ -303,6 +305,7 @@ class RankProber:
             dtype=request.dtype,
             clock=request.clock,
             emulation=request.emulation,
+            compile_options=request.compile_options,
         )
 
     def _optimizer_s(self) -> float:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from ._compat import installed_faults
@@ -269,6 +271,7 @@ class PoplarRun:
                 progress=progress,
                 emulation=self._emulation,
                 deepspeed_config=self.deepspeed_config,
+                compile_options=_compile_options(),
                 cache=ProfileCache(
                     folder=Path(self.config.cache_dir) if self.config.cache_dir else default_cache_dir(),
                     refresh=self.config.reprofile,
@@ -415,3 +418,11 @@ def saved_plan(folder: str | Path | None) -> tuple[Plan | None, ClusterProfile |
         Plan.load(plan) if plan.is_file() else None,
         ClusterProfile.load(profile) if profile.is_file() else None,
     )
+
+
+def _compile_options() -> dict[str, Any] | None:
+    """How Accelerate will compile the model; None: it will not."""
+    plugin = AcceleratorState().dynamo_plugin
+    if plugin.backend == DynamoBackend.NO or plugin.disable:
+        return None
+    return plugin.to_kwargs()

@@ -88,7 +88,8 @@ def test_the_curve_is_the_scripted_one() -> None:
         assert measured.stage(stage).max_micro_batch_size == (16,)
 
 
-def test_compiling_for_a_new_size_is_not_counted_as_its_time() -> None:
+@pytest.mark.parametrize("by_accelerate", [False, True])
+def test_compiling_for_a_new_size_is_not_counted_as_its_time(by_accelerate: bool) -> None:
     model = Plain()
     compilations = []
 
@@ -97,9 +98,12 @@ def test_compiling_for_a_new_size_is_not_counted_as_its_time() -> None:
         model.now[0] += 100.0
         return graph.forward
 
-    compiled = torch.compile(model, backend=backend, dynamic=False)
+    options = {"backend": backend, "dynamic": False}
     weights = [p.detach().clone() for p in model.parameters()]
-    measured = profile(compiled, largest_micro_batch=4, clock=lambda: model.read())
+    if by_accelerate:
+        measured = profile(model, largest_micro_batch=4, clock=model.read, compile_options=options)
+    else:
+        measured = profile(torch.compile(model, **options), largest_micro_batch=4, clock=model.read)
     assert len(compilations) >= 3
     assert {p.micro_batch_size for p in measured.ranks[0].points} >= {1, 2, 4}
     assert all(p.step_time_s < 50.0 for p in measured.ranks[0].points)
