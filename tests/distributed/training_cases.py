@@ -19,6 +19,7 @@ TWO_RANKS: dict[str, tuple[int, ...]] = {
     "unequal_tokens": (10,),
     "learning_rate": (45,),
     "speed_of_real_samples": (40,),
+    "compiled": (),
     "conflicts_together": (1, 26),
     "json_against_plan": (26,),
     "micro_above_cap": (1,),

@@ -177,7 +177,8 @@ def reset_host() -> None:
     """Forget the process-wide state of the host libraries, as a new process would."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DYNAMO_"))]:
+        del os.environ[name]
 
 
 def arguments(

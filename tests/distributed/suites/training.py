@@ -395,6 +395,27 @@ def speed_of_real_samples() -> list[str]:
     return [] if abs(samples - 30) < 0.6 else [f"{samples} samples were counted, 30 were run"]
 
 
+def compiled() -> list[str]:
+    """A model that Accelerate compiles is profiled and trained compiled, with the same result."""
+    plain = train("llama", rows("llama", 32), trainer_kwargs=plan_of(1, [[3], [1]]))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = PoplarConfig(
+            global_batch_size=4, zero_stage=1, report=False, cache_dir=folder, profile_budget_s=3.0, enabled=True
+        )
+        other = train(
+            "llama",
+            rows("llama", 32),
+            trainer_kwargs={"poplar_config": settings},
+            torch_compile=True,
+            torch_compile_backend="aot_eager",
+        )
+    problems = compare("loss", history(other, "loss"), history(plain, "loss"))
+    problems += compare_parameters(common.parameters(other), common.parameters(plain), rtol=1e-4)
+    if not other.model_wrapped.is_compiled:
+        problems.append("the engine runs the model uncompiled")
+    return problems
+
+
 # ---- checkpoints ------------------------------------------------------------------------------------------------
 
 
@@ -672,6 +693,7 @@ def two_rank_cases() -> dict[str, Callable[[], Any]]:
         "unequal_tokens": unequal_tokens,
         "learning_rate": learning_rate,
         "speed_of_real_samples": speed_of_real_samples,
+        "compiled": compiled,
         "conflicts_together": conflicts_together,
         "json_against_plan": json_against_plan,
         "micro_above_cap": micro_above_cap,
