@@ -16,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("POPLAR_CONFIG", None)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where tests run in parallel, those that start ranks run one after the other: each of them takes all cores."""
     for item in items:
