@@ -9,4 +9,4 @@ python="${PYTHON:-.venv/bin/python}"
 # Types: the core and the launcher. The rest is written against torch, Trainer and DeepSpeed, which leave much untyped.
 "$python" scripts/core_modules.py | xargs "$python" -m mypy accelerate_poplar/cli.py accelerate_poplar/launch.py
 # Two at a time, but for the tests that start ranks of their own (tests/conftest.py).
-exec "$python" -m pytest -n 2 --dist loadgroup "$@"
+exec "$python" -m pytest -n 2 --dist loadfile "$@"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent
 STARTS_RANKS = ("test_readme.py", "test_launch.py")
 
 # Set before any test imports torch or a hub client; processes that tests start inherit them.
@@ -16,10 +16,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("POPLAR_CONFIG", None)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run in parallel, those that start ranks run one after the other: each of them takes all cores."""
-    for item in items:
-        path = item.path.relative_to(ROOT)
-        alone = path.parts[0] == "distributed" or path.name in STARTS_RANKS
-        item.add_marker(pytest.mark.xdist_group("ranks" if alone else str(path)))
+    from xdist.scheduler import LoadFileScheduling
+
+    class RanksOneAfterTheOther(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.split("::", 1)[0])
+            return "ranks" if path.parent.name == "distributed" or path.name in STARTS_RANKS else str(path)
+
+    return RanksOneAfterTheOther(config, log)
