@@ -7,10 +7,11 @@ group, set up before the host library looks, gives it the right world.
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments
 
 from .config import LaunchEnvironment, deepspeed_switch
@@ -55,3 +56,11 @@ def prepare_arguments(args: TrainingArguments) -> None:
     args.accelerator_config.use_configured_state = True
     args.__dict__.pop("_setup_devices", None)
     _ = args.device
+
+
+def compile_options() -> dict[str, Any] | None:
+    """Arguments of `torch.compile` with which Accelerate will compile the model; None: it will not."""
+    plugin = AcceleratorState().dynamo_plugin
+    if plugin.backend == DynamoBackend.NO or plugin.disable:
+        return None
+    return plugin.to_kwargs()

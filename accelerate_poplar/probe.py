@@ -191,58 +191,73 @@ def time_sizes(
     Raises:
         RuntimeError, ValueError: The first two sizes failed, and not for lack of memory.
     """
-    result = TimedSizes()
-    while True:
-        size = picker.ask()
-        if result.fresh and (size is None or size < max(result.repeats)):
-            # What lies between is chosen by what all rounds say of its neighbours.
-            if not _round(result, result.fresh, timer, out_of_time, progress):
-                return result
-            for known in result.repeats:
-                picker.tell(known, result.seconds[known], standard_error(result.repeats[known]))
-            continue
-        if size is None:
-            break
-        if result.repeats and out_of_time():
-            return result
-        progress(f"micro-batch {size}")
+    timing = _Timing(timer, picker, out_of_time, recover, progress)
+    timing.run(relative_error)
+    return timing.result
+
+
+@dataclass
+class _Timing:
+    """One `time_sizes` on its way."""
+
+    timer: Timer
+    picker: PointPicker
+    out_of_time: Callable[[], bool]
+    recover: Callable[[], None]
+    progress: Callable[[str], None]
+    result: TimedSizes = field(default_factory=TimedSizes)
+
+    def run(self, relative_error: float) -> None:
+        """Until all is known, or time is up."""
+        result = self.result
+        while True:
+            size = self.picker.ask()
+            # Sizes between others are chosen by what all rounds say of their neighbours.
+            if result.fresh and (size is None or size < max(result.repeats)):
+                if not self._round(result.fresh):
+                    return
+            elif size is None:
+                break
+            elif result.repeats and self.out_of_time():
+                return
+            else:
+                self._first_time(size)
+        while (doubtful := result.doubtful(relative_error)) and self._round(doubtful):
+            pass
+
+    def _first_time(self, size: int) -> None:
+        result = self.result
+        self.progress(f"micro-batch {size}")
         try:
-            repeats = timer(size)
+            result.repeats[size] = self.timer(size)
         except torch.OutOfMemoryError:
-            recover()
+            self.recover()
             fits = max((s for s in result.repeats if s < size), default=0)
-            picker.lower_cap((fits + size) // 2 if size - fits > 1 else fits)
-            result.proven_cap = picker.largest
-            continue
+            self.picker.lower_cap((fits + size) // 2 if size - fits > 1 else fits)
+            result.proven_cap = self.picker.largest
         except SIZE_FAILURES as problem:
             # Batch normalisation, for one, refuses a single sample; two sizes that fail are the model's fault.
             if not result.repeats and result.skipped:
                 raise
-            recover()
+            self.recover()
             result.skipped[size] = f"{type(problem).__name__}: {problem}"
-            picker.skip(size)
-            continue
-        picker.tell(size, statistics.median(repeats), standard_error(repeats))
-        result.repeats[size] = repeats
-    while (doubtful := result.doubtful(relative_error)) and _round(result, doubtful, timer, out_of_time, progress):
-        pass
-    return result
+            self.picker.skip(size)
+        else:
+            self._tell(size)
 
+    def _round(self, sizes: Sequence[int]) -> bool:
+        """Time each of these sizes once more; False when time was up before the end."""
+        for size in sizes:
+            if self.out_of_time():
+                return False
+            self.progress(f"micro-batch {size} again")
+            self.result.repeats[size] += self.timer(size, warm=True)
+            self._tell(size)
+        return True
 
-def _round(
-    result: TimedSizes,
-    sizes: Sequence[int],
-    timer: Timer,
-    out_of_time: Callable[[], bool],
-    progress: Callable[[str], None],
-) -> bool:
-    """Time each of these sizes once more; False when time was up before the end."""
-    for size in sizes:
-        if out_of_time():
-            return False
-        progress(f"micro-batch {size} again")
-        result.repeats[size] += timer(size, warm=True)
-    return True
+    def _tell(self, size: int) -> None:
+        repeats = self.result.repeats[size]
+        self.picker.tell(size, statistics.median(repeats), standard_error(repeats))
 
 
 def is_out_of_memory(problem: BaseException) -> bool:

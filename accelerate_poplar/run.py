@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate.state import AcceleratorState
-from accelerate.utils import DynamoBackend
 from torch import nn
 
 from ._compat import installed_faults
@@ -19,6 +17,7 @@ from .console import ProfilingProgress, quiet_third_party, say, warn
 from .device import DeviceFacts
 from .emulation import Emulation
 from .errors import RankError
+from .host import compile_options
 from .inspection import is_partitioned, model_name, moved, shortened, whole_parameters
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
@@ -271,7 +270,7 @@ class PoplarRun:
                 progress=progress,
                 emulation=self._emulation,
                 deepspeed_config=self.deepspeed_config,
-                compile_options=_compile_options(),
+                compile_options=compile_options(),
                 cache=ProfileCache(
                     folder=Path(self.config.cache_dir) if self.config.cache_dir else default_cache_dir(),
                     refresh=self.config.reprofile,
@@ -418,11 +417,3 @@ def saved_plan(folder: str | Path | None) -> tuple[Plan | None, ClusterProfile |
         Plan.load(plan) if plan.is_file() else None,
         ClusterProfile.load(profile) if profile.is_file() else None,
     )
-
-
-def _compile_options() -> dict[str, Any] | None:
-    """How Accelerate will compile the model; None: it will not."""
-    plugin = AcceleratorState().dynamo_plugin
-    if plugin.backend == DynamoBackend.NO or plugin.disable:
-        return None
-    return plugin.to_kwargs()
