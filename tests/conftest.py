@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 
-STARTS_RANKS = ("test_readme.py", "test_launch.py")
+# Tests that start a script on ranks of its own; those that run a suite on ranks are all others in distributed/.
+LAUNCHES = {
+    "test_bench_throughput_run.py",
+    "test_examples.py",
+    "test_launch.py",
+    "test_multi_host.py",
+    "test_profile_command.py",
+    "test_quickstart.py",
+    "test_readme.py",
+    "test_verify.py",
+}
 
 # Set before any test imports torch or a hub client; processes that tests start inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,12 +28,14 @@ os.environ.pop("POPLAR_CONFIG", None)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run in parallel, those that start ranks run one after the other: each of them takes all cores."""
+    """Where tests run in parallel, two start ranks at a time at most: each of them takes two cores."""
     from xdist.scheduler import LoadFileScheduling
 
-    class RanksOneAfterTheOther(LoadFileScheduling):
+    class FewRanksAtATime(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.split("::", 1)[0])
-            return "ranks" if path.parent.name == "distributed" or path.name in STARTS_RANKS else str(path)
+            if path.name in LAUNCHES:
+                return "launches"
+            return "suites" if path.parent.name == "distributed" else str(path)
 
-    return RanksOneAfterTheOther(config, log)
+    return FewRanksAtATime(config, log)
