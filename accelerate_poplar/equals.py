@@ -51,12 +51,13 @@ def share_curves(
             those that agree have the same points but for it.
 
     Returns:
-        The points to use, in rank order, and the stragglers.
+        The points to use, in rank order, and the stragglers; emulated ranks, which are as slow as they are told, have
+        none.
     """
     if slowdowns is not None:
         own = [_times(points[rank], 1.0 / factor) for rank, factor in enumerate(slowdowns)]
-        shared, stragglers = _share(own, kinds, _SHARED_WITHIN_EMULATED)
-        return [_times(shared[rank], factor) for rank, factor in enumerate(slowdowns)], stragglers
+        shared, _ = _share(own, kinds, _SHARED_WITHIN_EMULATED)
+        return [_times(shared[rank], factor) for rank, factor in enumerate(slowdowns)], []
     return _share(points, kinds, _SHARED_WITHIN)
 
 
@@ -69,7 +70,6 @@ def _share(
 ) -> tuple[list[tuple[Measurement, ...]], list[Straggler]]:
     result = list(points)
     stragglers: list[Straggler] = []
-    straggler_from = max(_STRAGGLER_FROM, 1.0 + within)
     for kind in dict.fromkeys(kinds):
         members = [rank for rank, other in enumerate(kinds) if other == kind]
         times = {rank: {p.micro_batch_size: p.step_time_s for p in points[rank]} for rank in members}
@@ -82,12 +82,12 @@ def _share(
         stragglers += [
             Straggler(
                 rank=rank,
-                equals=tuple(other for other in members if factors[other] < straggler_from),
+                equals=tuple(other for other in members if factors[other] < _STRAGGLER_FROM),
                 factor=factors[rank],
                 extra_s=statistics.median(times[rank][s] - reference[s] for s in common),
             )
             for rank in members
-            if factors[rank] >= straggler_from
+            if factors[rank] >= _STRAGGLER_FROM
         ]
         alike = [rank for rank in members if abs(factors[rank] - 1.0) <= within]
         shared = _median_points([points[rank] for rank in alike])
