@@ -30,8 +30,6 @@ SLOWDOWN = (1.0, 3.0)
 """How many times slower each rank is made, in rank order."""
 LOGGING_STEPS = 3
 KINDS = {"even": "even split", "poplar": "Poplar"}
-TURNS = 2
-"""How often each training is run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,9 @@ def main() -> int:
         text_files(Path(data_dir))
     folder = Path(args.output_dir).resolve()
     shutil.rmtree(folder, ignore_errors=True)
-    turns = [(kind, folder / (kind if turn == 0 else f"{kind}-{turn + 1}")) for turn in range(TURNS) for kind in KINDS]
+    turns = [
+        (kind, folder / (kind if turn == 0 else f"{kind}-{turn + 1}")) for turn in range(args.turns) for kind in KINDS
+    ]
     train(turns, folder, args)
     even, poplar = (read_run([output for other, output in turns if other == kind]) for kind in KINDS)
     print_comparison(even, poplar)
@@ -92,6 +92,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--zero_stage", type=int, default=1, choices=range(4), help="ZeRO stage (default 1)")
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run (default 24)")
+    parser.add_argument("--turns", type=int, default=2, help="how often each training is run (default 2)")
     parser.add_argument(
         "--output_dir", default=REPOSITORY / "outputs" / "quickstart", help="folder of both runs; emptied first"
     )

@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 
-# Tests that start a script on ranks of its own; those that run a suite on ranks are all others in distributed/.
-LAUNCHES = {
+# One half of the tests that start ranks, by the time they take; the other half is all others in distributed/.
+ONE_HALF = {
     "test_bench_throughput_run.py",
     "test_examples.py",
+    "test_finetuning.py",
     "test_launch.py",
     "test_multi_host.py",
+    "test_plain_loop.py",
     "test_profile_command.py",
     "test_quickstart.py",
     "test_readme.py",
+    "test_streaming.py",
     "test_verify.py",
 }
 
@@ -34,8 +37,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class FewRanksAtATime(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = Path(nodeid.split("::", 1)[0])
-            if path.name in LAUNCHES:
-                return "launches"
-            return "suites" if path.parent.name == "distributed" else str(path)
+            if path.name in ONE_HALF:
+                return "one half"
+            return "the other" if path.parent.name == "distributed" else str(path)
 
     return FewRanksAtATime(config, log)
