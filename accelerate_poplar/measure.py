@@ -79,6 +79,7 @@ def profile_cluster(
     emulation: Emulation | None = None,
     deepspeed_config: Mapping[str, Any] | None = None,
     cache: ProfileCache | None = None,
+    uneven_state: bool = False,
 ) -> MeasuredProfile:
     """Profile all ranks at the same time; every rank must call it and gets the same profile.
 
@@ -105,10 +106,13 @@ def profile_cluster(
         emulation: What this rank pretends to be.
         deepspeed_config: The run's; its buffer sizes count towards memory and communication.
         cache: Where profiles of earlier starts are; None = measure in any case.
+        uneven_state: The ranks' shares of the training state need not be even, so that a rank with little memory is
+            timed as well.
 
     Returns:
-        The profile; a rank that cannot hold one sample at a stage has 0 there, see `explain_memory`. Where some rank
-        holds none at any stage, nothing is timed.
+        The profile; a rank that cannot hold one sample at a stage beside an even share of the training state has 0
+        there, see `explain_memory`. Where some rank holds none at any stage, nothing is timed, unless `uneven_state`
+        gives it a chance.
 
     Raises:
         ProfileError: The model cannot be run on this rank.
@@ -132,6 +136,7 @@ def profile_cluster(
         clock=clock,
         emulation=emulation,
         deepspeed_config=deepspeed_config,
+        uneven_state=uneven_state,
     )
     facts = ranks.gather(device_facts(device))
     parts = _cache_parts(request, facts, seq_len)
@@ -227,6 +232,7 @@ def _cache_parts(request: ProfileRequest, facts: Sequence[DeviceFacts], seq_len:
         "optimizer_bytes_per_parameter": request.optimizer_bytes_per_parameter,
         "deepspeed": (request.deepspeed_config or {}).get("zero_optimization"),
         "versions": installed_versions(),
+        **({"uneven_state": True} if request.uneven_state else {}),
     }
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config_checks import SHARE_TOLERANCE
 from .errors import PlanError, raise_together
 from .profiles import read_json
 
@@ -17,8 +19,6 @@ PLAN_VERSION = 1
 PLAN_FILE_NAME = "poplar_plan.json"
 LOCK_STEP_STAGES = (2, 3)
 """ZeRO stages that communicate in every micro-step, so that all ranks need equally many."""
-STATE_TOLERANCE = 1e-6
-"""Distance from 1 at which the ranks' shares of the training state still count as the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,18 @@ class Plan:
         """Share of the sharded training state per rank, indexed by rank; None: even shares."""
         fractions = [rank.state_fraction for rank in self.ranks]
         return None if None in fractions else tuple(f for f in fractions if f is not None)
+
+    def with_state(self, fractions: Sequence[float] | None) -> Plan:
+        """The same micro-batches on other shares of the training state.
+
+        Args:
+            fractions: One share per rank; None: even ones.
+        """
+        shares = (None,) * self.world_size if fractions is None else tuple(fractions)
+        ranks = tuple(
+            dataclasses.replace(rank, state_fraction=share) for rank, share in zip(self.ranks, shares, strict=True)
+        )
+        return dataclasses.replace(self, ranks=ranks)
 
     @property
     def digest(self) -> str:
@@ -205,6 +217,6 @@ def _broken_fractions(plan: Plan) -> list[str]:
         problems.append("ZeRO stage 0 shards no training state, so there is no state_fraction; use stage 1, 2 or 3.")
     if not all(math.isfinite(fraction) and fraction > 0.0 for fraction in given):
         problems.append(f"state_fraction is {fractions}; every rank must hold a share above 0.")
-    elif abs(math.fsum(given) - 1.0) > STATE_TOLERANCE:
+    elif abs(math.fsum(given) - 1.0) > SHARE_TOLERANCE:
         problems.append(f"state_fraction is {fractions}, together {math.fsum(given):.6g}; shares must sum to 1.")
     return problems

@@ -31,6 +31,7 @@ from .profiles import ClusterProfile
 from .report import print_plan
 from .rng import preserved_rng
 from .sampler import PlanSampler
+from .state_engine import loads_universal
 from .watch import ComputeClock, RunWatch, event_line
 from .weighting import StepWeigher
 
@@ -153,6 +154,7 @@ class PoplarRun:
             given=self.given_plan or reusable,
             explain=explain_memory,
             say=self.say,
+            resumed=None if loads_universal(self.deepspeed_config) else resumed,
         )
         if reusable is not None and plan is reusable:
             self.profile = resumed_profile
@@ -192,6 +194,7 @@ class PoplarRun:
             and not config.reprofile
             and config.per_rank_micro_batch_sizes is None
             and config.max_micro_batch_size is None
+            and (config.state_shards == "auto" or resumed.state_fractions == config.fractions_by_rank())
             and resumed.strategy == config.strategy
             and resumed.zero_stage in stages
             and [rank.device for rank in profile.ranks] == [fact.device for fact in facts]
@@ -268,6 +271,7 @@ class PoplarRun:
                 progress=progress,
                 emulation=self._emulation,
                 deepspeed_config=self.deepspeed_config,
+                uneven_state=self.config.state_shards != "even",
                 cache=ProfileCache(
                     folder=Path(self.config.cache_dir) if self.config.cache_dir else default_cache_dir(),
                     refresh=self.config.reprofile,
@@ -331,9 +335,13 @@ class PoplarRun:
         memory = getattr(self.profile, "memory", ())
         if self._emulation is None or not memory or self.plan is None:
             return nullcontext() if self._emulation is None else self._emulation.memory_cap()
-        parameter_bytes = int(memory[self.ranks.rank].states[self.plan.zero_stage].parameters)
+        parameter_bytes = memory[self.ranks.rank].states[self.plan.zero_stage].parameters
+        if self.plan.state_fractions is not None and self.plan.zero_stage == 3:
+            parameter_bytes *= self.ranks.world_size * self.plan.state_fractions[self.ranks.rank]
         # Some optimizers make their state in the first step, some before it.
-        return self._emulation.memory_cap(parameter_bytes, known=model.parameters(), held=optimizer_tensors(model))
+        return self._emulation.memory_cap(
+            int(parameter_bytes), known=model.parameters(), held=optimizer_tensors(model)
+        )
 
     def look(self, sampler: PlanSampler, *, step: int) -> dict[str, Any] | None:
         """Judge the plan at the steps the settings name, and change it where they say so; a collective call.

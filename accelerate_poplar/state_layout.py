@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .config_checks import SHARE_TOLERANCE
 from .errors import ConfigError
-from .plan import STATE_TOLERANCE
 
 LAYOUT_VERSION = 1
 """Number of the rule by which `StateShares.bounds` cuts; recorded in checkpoints."""
@@ -47,7 +47,7 @@ class StateShares:
                 f"but {', '.join(wrong)}. Give such a rank a small share, 0.001 say, or leave it out of the run."
             )
         total = math.fsum(self.fractions)
-        if abs(total - 1.0) > STATE_TOLERANCE:
+        if abs(total - 1.0) > SHARE_TOLERANCE:
             raise ConfigError(
                 f"state fractions {list(self.fractions)} sum to {total:.6g}; they are shares of the whole and must "
                 "sum to 1."

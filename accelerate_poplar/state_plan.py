@@ -226,9 +226,7 @@ class _Request:
             return None
         profile, plan = found
         even = (1.0 / profile.world_size,) * profile.world_size
-        if fractions is not None:
-            shared = zip(plan.ranks, fractions, strict=True)
-            plan = replace(plan, ranks=tuple(replace(rank, state_fraction=share) for rank, share in shared))
+        plan = plan.with_state(fractions)
         held = zip(memory, fractions or even, strict=True)
         return StatePlan(
             plan=plan,
@@ -289,7 +287,7 @@ def _does_not_fit(profile: ClusterProfile, memory: Sequence[StateMemory], zero_s
     for rank, own in zip(profile.ranks, memory, strict=True):
         left = max(0.0, float(own.largest_shares()[0]) * own.sharded_bytes)
         lines.append(f"rank {rank.rank} ({rank.device or 'device unknown'}) has room for {_gib(left)} of it")
-    more = "" if with_offload else "optimizer offload (state_offload: auto), "
+    more = "" if with_offload else "optimizer offload, "
     return (
         f"the training state that ZeRO stage {zero_stage} shards takes {_gib(max(m.sharded_bytes for m in memory))} over "
         f"all ranks, but beside one sample {'; '.join(lines)}. What helps: "
