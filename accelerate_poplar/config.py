@@ -21,7 +21,6 @@ CONFIG_VARIABLE = "POPLAR_CONFIG"
 SLOWDOWN_VARIABLE = "POPLAR_EMULATE_SLOWDOWN"
 MEMORY_VARIABLE = "POPLAR_EMULATE_MEMORY_GIB"
 DEEPSPEED_SWITCH = "ACCELERATE_USE_DEEPSPEED"
-_ONE_OR_ALL = "Give one value per rank, or a single one for all."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +156,12 @@ class PoplarConfig:
             sizes = self.sizes_by_rank(world_size)
         except ConfigError as error:
             problems.append(str(error))
-        for name in ("max_micro_batch_size", "memory_fraction", "state_shards"):
+        for name in ("max_micro_batch_size", "memory_fraction"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != world_size:
                 problems.append(
                     f"{name} has {len(value)} values {list(value)}, but the run has {world_size} ranks. "
-                    + ("Give one value per rank." if name == "state_shards" else _ONE_OR_ALL)
+                    "Give one value per rank, or a single one for all."
                 )
             elif name == "max_micro_batch_size" and sizes is not None and value is not None:
                 caps = value if isinstance(value, tuple) else (value,) * world_size
@@ -172,6 +171,11 @@ class PoplarConfig:
                     for rank, (size, cap) in enumerate(zip(sizes, caps, strict=True))
                     if size > cap
                 ]
+        if isinstance(self.state_shards, tuple) and len(self.state_shards) != world_size:
+            problems.append(
+                f"state_shards has {len(self.state_shards)} shares {list(self.state_shards)}, but the run has "
+                f"{world_size} ranks. Give one share per rank."
+            )
         return problems
 
     def fractions_by_rank(self) -> tuple[float, ...] | None:

@@ -146,7 +146,7 @@ def test_one_share_per_rank() -> None:
     config = PoplarConfig(state_shards=(0.75, 0.25))
     assert config.check_world(2) == []
     (problem,) = config.check_world(3)
-    assert "state_shards has 2 values" in problem
+    assert "state_shards has 2 shares" in problem
     assert "the run has 3 ranks" in problem
 
 
