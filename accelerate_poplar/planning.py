@@ -243,6 +243,8 @@ def find_shared_plan(
         return by_hand, None
     measured = profile(stages)
     if config.state_shards != "even" and ranks.world_size > 1:
+        if not all(rank.points for rank in measured.ranks):
+            raise InsufficientMemoryError(_why_not(measured, stages[-1], explain))
         return _with_shares(measured, ranks, config, stages, global_batch_size, say, resumed)
     fitting = _stages_that_fit(measured, stages, explain, say)
     stage = fitting[0] if len(fitting) == 1 else "auto"

@@ -12,7 +12,7 @@ import pytest
 from accelerate_poplar import PoplarConfig, PoplarTrainingArguments
 from accelerate_poplar.comm import SingleRank
 from accelerate_poplar.errors import ConfigError, InsufficientMemoryError, PlanError, ProfileError
-from accelerate_poplar.measure import MeasuredProfile
+from accelerate_poplar.measure import MeasuredProfile, explain_memory
 from accelerate_poplar.memory import ActivationMemory
 from accelerate_poplar.model_state import ModelStates
 from accelerate_poplar.plan import Plan, RankPlan
@@ -262,6 +262,13 @@ def test_stages_without_room_are_passed_over_and_named() -> None:
     assert "ZeRO stage 0 passed over" in told[0]
     with pytest.raises(InsufficientMemoryError, match="over all ranks"):
         shared(PoplarConfig(state_shards="auto"), measured(300, 250), stages=(0, 1, 2, 3))
+
+
+def test_a_rank_without_room_for_a_sample_is_named() -> None:
+    profile = measured(2000, 150)
+    untimed = replace(profile, ranks=tuple(replace(rank, points=()) for rank in profile.ranks))
+    with pytest.raises(InsufficientMemoryError, match=r"rank 1 \(d1\): ZeRO stage 3 with one sample needs"):
+        shared(PoplarConfig(state_shards="auto"), untimed, stages=(1, 2, 3), explain=explain_memory)
 
 
 def test_a_profile_without_memory_is_refused() -> None:
