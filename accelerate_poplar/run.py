@@ -21,7 +21,7 @@ from .inspection import is_partitioned, model_name, moved, shortened, whole_para
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
 from .memory import DTYPE_NAMES
-from .model_state import ModelSize, model_size, optimizer_tensors
+from .model_state import ModelSize, model_size, model_states, optimizer_tensors
 from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest, candidate_stages, find_shared_plan
 from .preflight import agree_on_dtype, preflight
@@ -175,7 +175,13 @@ class PoplarRun:
             self.say(str(straggler))
         self._start_watching(host, plan)
         if self.ranks.rank == 0:
-            print_plan(plan, self.profile, emulated=self.emulation_config.active)
+            states = model_states(self.model_size, dtype=host.dtype, zero_stage=plan.zero_stage, world_size=1)
+            print_plan(
+                plan,
+                self.profile,
+                emulated=self.emulation_config.active,
+                state_bytes=states.sharded(plan.zero_stage),
+            )
         return plan
 
     def _reusable(

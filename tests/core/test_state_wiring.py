@@ -20,6 +20,7 @@ from accelerate_poplar.planning import BatchRequest, candidate_stages, find_shar
 from accelerate_poplar.profiles import Measurement, RankProfile, StageProfile
 from accelerate_poplar.rank_memory import RankMemory
 from accelerate_poplar.replan import judge
+from accelerate_poplar.report import plan_table
 from accelerate_poplar.state_choice import choose_plan
 from accelerate_poplar.state_engine import check_shares, shared_state
 from accelerate_poplar.step_model import break_down_plan
@@ -309,6 +310,25 @@ def test_planning_again_while_running_keeps_the_shares() -> None:
 
 def test_disabled_means_even() -> None:
     assert shared(PoplarConfig(enabled=False, state_shards=(0.75, 0.25))).state_fractions is None
+
+
+# ---- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_shows_state_only_where_it_is_uneven() -> None:
+    def shown(plan: Plan, **known: Any) -> tuple[list[str], list[list[str]]]:
+        table = plan_table(plan, None, **known)
+        columns = [column for column in table.columns if "state" in str(column.header)]
+        return [str(column.header) for column in columns], [list(map(str, column.cells)) for column in columns]
+
+    even = plan_by_hand((3, 1), accumulation=1, zero_stage=2)
+    uneven = even.with_state((0.75, 0.25))
+    assert shown(even, state_bytes=2.0**33) == ([], [])
+    assert shown(uneven, state_bytes=2.0**33) == (
+        ["even state\nGiB", "planned state\nGiB"],
+        [["4", "4"], ["6", "2"]],
+    )
+    assert shown(uneven)[1] == [["50.0%", "50.0%"], ["75.0%", "25.0%"]]
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------
