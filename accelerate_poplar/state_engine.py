@@ -9,6 +9,7 @@ from typing import Any
 
 from .checkpoint import check_resume
 from .comm import Ranks, decide
+from .errors import CompatibilityError
 from .plan import PLAN_FILE_NAME, Plan
 from .state_shards import uneven_state
 
@@ -42,6 +43,22 @@ def shared_state(
         plan.state_fractions, zero_stage=plan.zero_stage, deepspeed_config=deepspeed_config, ranks=ranks
     ):
         yield
+
+
+def require_shares(plan: Plan, engine: Any) -> None:
+    """Refuse an engine that was built earlier, on other shares of the training state than the plan's.
+
+    Raises:
+        CompatibilityError: It was.
+    """
+    built_on = getattr(getattr(engine, "optimizer", None), "shares", None)
+    held = None if built_on is None else built_on.fractions
+    if held != plan.state_fractions:
+        raise CompatibilityError(
+            f"the model is in a DeepSpeed engine already, with shares {held or 'even'} of the training state, but the "
+            f"plan has {plan.state_fractions or 'even'} ones. Train before anything else builds an engine (evaluate() "
+            "under ZeRO stage 3 does), or use a new trainer."
+        )
 
 
 def check_shares(plan: Plan, ranks: Ranks, deepspeed_config: Mapping[str, Any] | None, checkpoint: str | Path) -> None:

@@ -31,7 +31,7 @@ from .loss import HONOURED
 from .plan import Plan
 from .planning import BatchRequest
 from .run import PoplarRun, saved_plan
-from .state_engine import check_shares, shared_state
+from .state_engine import check_shares, require_shares, shared_state
 from .streaming import StreamHead, StreamLoader, is_stream
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
 from .trainer_evaluation import PoplarEvaluationMixin
@@ -211,7 +211,7 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
         plan, ranks = self.poplar.plan, self.poplar.ranks
         engine_config = self.accelerator.state.deepspeed_plugin.deepspeed_config
         if self.model_wrapped is not self.model:
-            # An engine of an earlier call keeps its shares.
+            require_shares(plan, self.model_wrapped)
             if resume_from_checkpoint is not None:
                 check_shares(plan, ranks, engine_config, resume_from_checkpoint)
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from accelerate_poplar import PoplarConfig, PoplarTrainingArguments
 from accelerate_poplar.comm import SingleRank
-from accelerate_poplar.errors import ConfigError, InsufficientMemoryError, PlanError, ProfileError
+from accelerate_poplar.errors import CompatibilityError, ConfigError, InsufficientMemoryError, PlanError, ProfileError
 from accelerate_poplar.measure import MeasuredProfile, explain_memory
 from accelerate_poplar.memory import ActivationMemory
 from accelerate_poplar.model_state import ModelStates
@@ -22,7 +23,8 @@ from accelerate_poplar.rank_memory import RankMemory
 from accelerate_poplar.replan import judge
 from accelerate_poplar.report import plan_table
 from accelerate_poplar.state_choice import choose_plan
-from accelerate_poplar.state_engine import check_shares, shared_state
+from accelerate_poplar.state_engine import check_shares, require_shares, shared_state
+from accelerate_poplar.state_layout import StateShares
 from accelerate_poplar.step_model import break_down_plan
 
 from .test_state_checkpoint import save_stage2
@@ -349,6 +351,18 @@ def test_a_checkpoint_with_other_shares_is_refused_before_the_engine_is_built(tm
         ):
             pytest.fail("the engine must not be built")
         check_shares(other, TwoRanks(), {"checkpoint": {"load_universal": True}}, folder)
+
+
+def test_an_engine_of_an_earlier_call_must_have_the_shares() -> None:
+    even = plan_by_hand((3, 1), accumulation=1, zero_stage=3)
+    uneven = even.with_state((0.75, 0.25))
+    stock = SimpleNamespace(optimizer=SimpleNamespace())
+    shared_engine = SimpleNamespace(optimizer=SimpleNamespace(shares=StateShares(fractions=(0.75, 0.25))))
+    require_shares(even, stock)
+    require_shares(uneven, shared_engine)
+    for plan, engine in ((uneven, stock), (even, shared_engine), (uneven, SimpleNamespace())):
+        with pytest.raises(CompatibilityError, match="in a DeepSpeed engine already"):
+            require_shares(plan, engine)
 
 
 def test_even_shares_leave_deepspeed_alone(tmp_path: Path) -> None:
