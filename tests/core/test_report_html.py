@@ -208,7 +208,7 @@ def test_uneven_training_state_is_shown(tmp_path: Path, known: bool) -> None:
     plan.with_state((0.4, 0.4, 0.1, 0.1)).save(tmp_path)
     if known:
         data = json.loads((tmp_path / "profiles.json").read_text())
-        states = {"optimizer": 2**30, "gradients": 2**29, "parameters": 7, "buffers": 7, "step": 7}
+        states = {"optimizer": 2**30, "gradients": 2**29, "parameters": 2**33, "buffers": 7, "step": 7}
         data["memory"] = [{"states": {"2": states}}]
         (tmp_path / "profiles.json").write_text(json.dumps(data))
     cluster = Page(write_report(tmp_path).read_text()).sections["cluster"]

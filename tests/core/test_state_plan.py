@@ -218,7 +218,7 @@ def test_renumbering_ranks_renumbers_the_plan() -> None:
 def test_offload_only_where_shares_are_not_enough_and_only_on_as_many_ranks() -> None:
     memory = (linear(100.0), linear(50.0))
     offloaded = tuple(replace(own, sharded_bytes=40.0) for own in memory)
-    with pytest.raises(InsufficientMemoryError, match=r"rank 1 \(d\) has room for .*state_offload: auto"):
+    with pytest.raises(InsufficientMemoryError, match=r"rank 1 \(d\) has room for .*optimizer offload"):
         find_state_plan(two_ranks(), memory, global_batch_size=32, zero_stage=3)
     found = find_state_plan(two_ranks(), memory, global_batch_size=32, zero_stage=3, offloaded=offloaded)
     assert found.offloaded == (False, True)
