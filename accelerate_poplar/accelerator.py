@@ -43,6 +43,7 @@ from .loop_state import LoopState, newest_checkpoint
 from .loop_step import LoopStep
 from .plan import Plan
 from .planning import BatchRequest
+from .state_engine import check_shares, shared_state
 from .streaming import StreamHead, StreamLoader, is_stream
 from .trainer_deepspeed import use_plan
 
@@ -140,8 +141,10 @@ class PoplarAccelerator(Accelerator):
         args = tuple(training if item is loader else undivided(item, self.num_processes) for item in args)
         accumulation, share = self.gradient_accumulation_steps, self.plan.ranks[self.process_index]
         self.gradient_accumulation_steps = len(share.micro_batch_sizes)
+        engine_config = self.state.deepspeed_plugin.deepspeed_config if self.state.deepspeed_plugin else None
         try:
-            prepared = super().prepare(*args, device_placement=device_placement)
+            with shared_state(self.plan, self.poplar.ranks, engine_config):
+                prepared = super().prepare(*args, device_placement=device_placement)
         finally:
             self.gradient_accumulation_steps = accumulation
         items = prepared if isinstance(prepared, tuple) else (prepared,)
@@ -410,12 +413,17 @@ class PoplarAccelerator(Accelerator):
         `skip_first_batches` is not needed afterwards, and does no harm.
 
         Raises:
-            ConfigError: The checkpoint was trained with another global batch size.
+            ConfigError: The checkpoint was trained with another global batch size, or its training state was cut by
+                other shares.
         """
+        if self._loop is None:
+            super().load_state(input_dir, *args, **kwargs)
+            return
+        folder = newest_checkpoint(self.project_dir) if input_dir is None else Path(input_dir).expanduser()
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            check_shares(self.plan, self.poplar.ranks, self.state.deepspeed_plugin.deepspeed_config, folder)
         super().load_state(input_dir, *args, **kwargs)
-        if self._loop is not None:
-            folder = newest_checkpoint(self.project_dir) if input_dir is None else Path(input_dir).expanduser()
-            self._loop.resume(LoopState.load(folder))
+        self._loop.resume(LoopState.load(folder))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """As the stock method; for the training loader `num_batches` counts as `len(loader)` does.

@@ -11,7 +11,7 @@ from .config import EmulationConfig, PoplarConfig
 from .ds_config import batch_conflicts
 from .errors import ConfigError, DataError, raise_together
 from .plan import Plan
-from .planning import BatchRequest, candidate_stages, plan_conflicts
+from .planning import BatchRequest, candidate_stages, plan_conflicts, state_conflicts
 from .streaming import is_stream
 
 
@@ -43,7 +43,9 @@ def check_run(
     problems = [*config.check_world(batch.world_size), *emulation.check_world(batch.world_size)]
     problems += _host_conflicts(args)
     problems += _deepspeed_conflicts(deepspeed_config, args)
-    problems += plan_conflicts(plan, candidate_stages(config, deepspeed_config), batch.world_size)
+    stages = candidate_stages(config, deepspeed_config)
+    problems += plan_conflicts(plan, stages, batch.world_size)
+    problems += state_conflicts(config, deepspeed_config, stages, plan=plan)
     if not problems:
         try:
             global_batch_size = batch.global_batch_size(config, given=plan)

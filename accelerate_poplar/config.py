@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from .config_checks import out_of_range
+from .config_checks import SHARE_TOLERANCE, out_of_range
 from .errors import ConfigError, raise_together
 
 CONFIG_VARIABLE = "POPLAR_CONFIG"
@@ -43,6 +43,9 @@ class PoplarConfig:
     """A cap on the micro-batch, one for all ranks or one per rank."""
     memory_fraction: float | tuple[float, ...] = 0.9
     """Share of each device's memory that may be used, above 0 up to 1; one for all ranks or one per rank."""
+    state_shards: str | tuple[float, ...] = "even"
+    """Shares of the sharded training state: `even`, `auto` (uneven where that makes the step shorter, or possible), or one
+    fraction per rank, each above 0 and together 1."""
     strategy: str = "optimal"
     """How the plan is searched: `optimal`, `poplar`, `proportional`, `flops` or `even`."""
     profile_budget_s: float = 30.0
@@ -70,6 +73,7 @@ class PoplarConfig:
         object.__setattr__(self, "per_rank_micro_batch_sizes", _sizes(self.per_rank_micro_batch_sizes))
         object.__setattr__(self, "max_micro_batch_size", _tuple_if_sequence(self.max_micro_batch_size))
         object.__setattr__(self, "memory_fraction", _tuple_if_sequence(self.memory_fraction))
+        object.__setattr__(self, "state_shards", _tuple_if_sequence(self.state_shards))
         if isinstance(self.zero_stage, str) and self.zero_stage.isdigit():
             object.__setattr__(self, "zero_stage", int(self.zero_stage))
         if isinstance(self.replan, bool):
@@ -167,7 +171,17 @@ class PoplarConfig:
                     for rank, (size, cap) in enumerate(zip(sizes, caps, strict=True))
                     if size > cap
                 ]
+        if isinstance(self.state_shards, tuple) and len(self.state_shards) != world_size:
+            problems.append(
+                f"state_shards has {len(self.state_shards)} shares {list(self.state_shards)}, but the run has "
+                f"{world_size} ranks. Give one share per rank."
+            )
         return problems
+
+    def fractions_by_rank(self) -> tuple[float, ...] | None:
+        """The shares of the training state given by hand, in rank order; None: even ones, or the planner's choice."""
+        given = self.state_shards
+        return given if isinstance(given, tuple) and max(given) - min(given) > SHARE_TOLERANCE else None
 
     def caps_by_rank(self, world_size: int) -> tuple[int, ...] | None:
         """`max_micro_batch_size` in rank order, or None."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
 
 STRATEGIES = ("optimal", "poplar", "proportional", "flops", "even")
 REPLAN_MODES = ("off", "warn", "on")
+STATE_SHARDS = ("even", "auto")
+SHARE_TOLERANCE = 1e-6
+"""Distance at which shares of the training state still count as equal, and their sum as 1."""
 
 
 def _is_whole(value: Any, minimum: int) -> bool:
@@ -24,7 +28,7 @@ def _is_number(value: Any, low: float, high: float) -> bool:
 
 def out_of_range(config: PoplarConfig) -> list[str]:
     """Every value of the settings that is of the wrong type or out of range, one sentence each."""
-    return [*_bad_switches(config), *_bad_sizes(config), *_bad_numbers(config)]
+    return [*_bad_switches(config), *_bad_sizes(config), *_bad_shares(config), *_bad_numbers(config)]
 
 
 def _bad_switches(config: PoplarConfig) -> list[str]:
@@ -72,6 +76,26 @@ def _bad_sizes(config: PoplarConfig) -> list[str]:
         ]
     if sizes and all(size == 0 for size in sizes):
         problems.append("per_rank_micro_batch_sizes gives every rank 0 samples; at least one rank must run some.")
+    return problems
+
+
+def _bad_shares(config: PoplarConfig) -> list[str]:
+    shares = config.state_shards
+    problems = []
+    if not isinstance(shares, tuple):
+        if shares not in STATE_SHARDS:
+            problems.append(
+                f'state_shards is {shares!r}; it must be "even", "auto" or a list of one fraction per rank.'
+            )
+    elif not shares or not all(_is_number(share, 0.0, 1.0) for share in shares):
+        problems.append(f"state_shards is {list(shares)}; every rank must hold a share above 0 and at most 1.")
+    elif abs(math.fsum(shares) - 1.0) > SHARE_TOLERANCE:
+        problems.append(f"state_shards is {list(shares)}, together {math.fsum(shares):.6g}; shares must sum to 1.")
+    if config.zero_stage == 0 and shares != "even":
+        problems.append(
+            f"state_shards is {list(shares) if isinstance(shares, tuple) else repr(shares)}, but ZeRO stage 0 keeps the "
+            "whole training state on every rank. Use zero_stage 1, 2 or 3, or leave state_shards out."
+        )
     return problems
 
 

@@ -12,7 +12,7 @@ from .ds_config import batch_conflicts
 from .errors import ConfigError
 from .loop_run import LOSS_REDUCTIONS
 from .plan import Plan
-from .planning import BatchRequest, candidate_stages, plan_conflicts
+from .planning import BatchRequest, candidate_stages, plan_conflicts, state_conflicts
 
 
 def setting_problems(
@@ -37,7 +37,9 @@ def setting_problems(
         arguments: The arguments of the stock `Accelerator`.
     """
     problems = [*config.check_world(world_size), *emulation.check_world(world_size)]
-    problems += plan_conflicts(plan, candidate_stages(config, deepspeed_config), world_size)
+    stages = candidate_stages(config, deepspeed_config)
+    problems += plan_conflicts(plan, stages, world_size)
+    problems += state_conflicts(config, deepspeed_config, stages, plan=plan)
     if loss_reduction not in LOSS_REDUCTIONS:
         problems.append(f"loss_reduction is {loss_reduction!r}; it must be one of {', '.join(LOSS_REDUCTIONS)}.")
     return problems + _host_conflicts(arguments)

@@ -80,6 +80,7 @@ def profile_cluster(
     deepspeed_config: Mapping[str, Any] | None = None,
     compile_options: Mapping[str, Any] | None = None,
     cache: ProfileCache | None = None,
+    uneven_state: bool = False,
 ) -> MeasuredProfile:
     """Profile all ranks at the same time; every rank must call it and gets the same profile.
 
@@ -107,10 +108,13 @@ def profile_cluster(
         deepspeed_config: The run's; its buffer sizes count towards memory and communication.
         compile_options: Arguments of `torch.compile` that the run compiles the model with; None = it does not.
         cache: Where profiles of earlier starts are; None = measure in any case.
+        uneven_state: The ranks' shares of the training state need not be even, so that a rank with little memory is
+            timed as well.
 
     Returns:
-        The profile; a rank that cannot hold one sample at a stage has 0 there, see `explain_memory`. Where some rank
-        holds none at any stage, nothing is timed.
+        The profile; a rank that cannot hold one sample at a stage beside an even share of the training state has 0
+        there, see `explain_memory`. Where some rank holds none at any stage, nothing is timed, unless `uneven_state`
+        gives it a chance.
 
     Raises:
         ProfileError: The model cannot be run on this rank.
@@ -135,6 +139,7 @@ def profile_cluster(
         emulation=emulation,
         deepspeed_config=deepspeed_config,
         compile_options=compile_options,
+        uneven_state=uneven_state,
     )
     facts = ranks.gather(device_facts(device))
     parts = _cache_parts(request, facts, seq_len)
@@ -233,6 +238,7 @@ def _cache_parts(request: ProfileRequest, facts: Sequence[DeviceFacts], seq_len:
         if request.compile_options is None
         else {k: str(v) for k, v in request.compile_options.items()},
         "versions": installed_versions(),
+        **({"uneven_state": True} if request.uneven_state else {}),
     }
 
 

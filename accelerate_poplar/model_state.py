@@ -93,6 +93,15 @@ class ModelStates:
         """What is held while a micro-batch runs."""
         return self.parameters + self.gradients + self.optimizer + self.buffers
 
+    def sharded(self, zero_stage: int) -> int:
+        """What a ZeRO stage divides among the ranks, as far as it is held here."""
+        by_stage = {1: self.optimizer, 2: self.gradients, 3: self.parameters}
+        return sum(count for stage, count in by_stage.items() if stage <= zero_stage)
+
+    def unsharded(self, zero_stage: int) -> int:
+        """What is held while a micro-batch runs, whatever this rank's share of the rest."""
+        return self.total - self.sharded(zero_stage)
+
     @property
     def at_step(self) -> int:
         """What is held in the optimizer step."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config_checks import SHARE_TOLERANCE
 from .errors import PlanError, raise_together
 from .profiles import read_json
 
@@ -27,6 +29,8 @@ class RankPlan:
     """Global rank, counted from 0."""
     micro_batch_sizes: tuple[int, ...]
     """Samples per micro-step; 0 = the rank only takes part in the collectives, with weight 0."""
+    state_fraction: float | None = None
+    """Share of the sharded training state this rank holds, above 0; None = an even one, on all ranks or none."""
 
     @property
     def rank_batch_size(self) -> int:
@@ -40,7 +44,8 @@ class Plan:
 
     Raises:
         PlanError: The shares do not sum to `global_batch_size`, a size is negative, ranks are missing or
-            repeated, or ranks have unequal numbers of micro-steps at a ZeRO stage that cannot have them.
+            repeated, ranks have unequal numbers of micro-steps at a ZeRO stage that cannot have them, or the fractions of
+            the training state are not shares of a whole.
     """
 
     zero_stage: int
@@ -63,14 +68,34 @@ class Plan:
         return len(self.ranks)
 
     @property
+    def state_fractions(self) -> tuple[float, ...] | None:
+        """Share of the sharded training state per rank, indexed by rank; None: even shares."""
+        fractions = [rank.state_fraction for rank in self.ranks]
+        return None if None in fractions else tuple(f for f in fractions if f is not None)
+
+    def with_state(self, fractions: Sequence[float] | None) -> Plan:
+        """The same micro-batches on other shares of the training state.
+
+        Args:
+            fractions: One share per rank; None: even ones.
+        """
+        shares = (None,) * self.world_size if fractions is None else tuple(fractions)
+        ranks = tuple(
+            dataclasses.replace(rank, state_fraction=share) for rank, share in zip(self.ranks, shares, strict=True)
+        )
+        return dataclasses.replace(self, ranks=ranks)
+
+    @property
     def digest(self) -> str:
         """`sha256:` and a hex digest over what the plan decides; equal plans agree on every machine."""
-        decided = {
+        decided: dict[str, Any] = {
             "version": PLAN_VERSION,
             "zero_stage": self.zero_stage,
             "global_batch_size": self.global_batch_size,
             "ranks": [[r.rank, list(r.micro_batch_sizes)] for r in self.ranks],
         }
+        if self.state_fractions is not None:
+            decided["state_fractions"] = list(self.state_fractions)
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -82,7 +107,7 @@ class Plan:
             "global_batch_size": self.global_batch_size,
             "predicted_step_time_s": self.predicted_step_time_s,
             "strategy": self.strategy,
-            "ranks": [{"rank": r.rank, "micro_batch_sizes": list(r.micro_batch_sizes)} for r in self.ranks],
+            "ranks": [_rank_to_dict(rank) for rank in self.ranks],
             "digest": self.digest,
         }
 
@@ -102,10 +127,7 @@ class Plan:
                 global_batch_size=int(data["global_batch_size"]),
                 predicted_step_time_s=float(data.get("predicted_step_time_s", 0.0)),
                 strategy=str(data.get("strategy", "manual")),
-                ranks=tuple(
-                    RankPlan(rank=int(r["rank"]), micro_batch_sizes=tuple(int(b) for b in r["micro_batch_sizes"]))
-                    for r in sorted(data["ranks"], key=lambda item: int(item["rank"]))
-                ),
+                ranks=tuple(_read_rank(r) for r in sorted(data["ranks"], key=lambda item: int(item["rank"]))),
             )
         except KeyError as missing:
             raise PlanError(f"{source}: the field {missing} is missing.") from None
@@ -139,6 +161,20 @@ class Plan:
         return cls.from_dict(read_json(target, PlanError), source=str(target))
 
 
+def _rank_to_dict(rank: RankPlan) -> dict[str, Any]:
+    data: dict[str, Any] = {"rank": rank.rank, "micro_batch_sizes": list(rank.micro_batch_sizes)}
+    return data if rank.state_fraction is None else {**data, "state_fraction": rank.state_fraction}
+
+
+def _read_rank(data: Mapping[str, Any]) -> RankPlan:
+    fraction = data.get("state_fraction")
+    return RankPlan(
+        rank=int(data["rank"]),
+        micro_batch_sizes=tuple(int(size) for size in data["micro_batch_sizes"]),
+        state_fraction=None if fraction is None else float(fraction),
+    )
+
+
 def _broken_rules(plan: Plan) -> list[str]:
     problems: list[str] = []
     if plan.zero_stage not in (0, 1, 2, 3):
@@ -166,4 +202,21 @@ def _broken_rules(plan: Plan) -> list[str]:
             f"ZeRO stage {plan.zero_stage} communicates in every micro-step, so all ranks need equally many "
             f"micro-steps, but {listing}. Pad the shorter lists with 0."
         )
+    return problems + _broken_fractions(plan)
+
+
+def _broken_fractions(plan: Plan) -> list[str]:
+    fractions = [rank.state_fraction for rank in plan.ranks]
+    given = [fraction for fraction in fractions if fraction is not None]
+    if not given:
+        return []
+    if len(given) < len(fractions):
+        return [f"state_fraction is {fractions}; all ranks have one, or none has (even shares)."]
+    problems = []
+    if plan.zero_stage == 0:
+        problems.append("ZeRO stage 0 shards no training state, so there is no state_fraction; use stage 1, 2 or 3.")
+    if not all(math.isfinite(fraction) and fraction > 0.0 for fraction in given):
+        problems.append(f"state_fraction is {fractions}; every rank must hold a share above 0.")
+    elif abs(math.fsum(given) - 1.0) > SHARE_TOLERANCE:
+        problems.append(f"state_fraction is {fractions}, together {math.fsum(given):.6g}; shares must sum to 1.")
     return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from .comm import Ranks, decide
 from .config import PoplarConfig
@@ -13,6 +13,8 @@ from .errors import ConfigError, InsufficientMemoryError
 from .plan import Plan, RankPlan
 from .profiles import ClusterProfile
 from .search import find_plan
+from .state_choice import choose_plan
+from .state_refusals import refusals
 
 MANUAL = "manual"
 PROFILED_STAGES = (0, 1, 2, 3)
@@ -84,6 +86,9 @@ def candidate_stages(
     """
     asked = config.zero_stage if config.zero_stage is not None else stage_of(deepspeed_config)
     stages = PROFILED_STAGES if asked is None or asked == "auto" else (int(asked),)
+    if len(stages) > 1 and config.fractions_by_rank() is not None:
+        # Stage 0 has no state to share out.
+        stages = stages[1:]
     if partitioned_model:
         if 3 not in stages:
             raise ConfigError(
@@ -111,15 +116,47 @@ def plan_conflicts(plan: Plan | None, stages: tuple[int, ...], world_size: int) 
     return problems
 
 
-def plan_by_hand(sizes: Sequence[int], *, accumulation: int, zero_stage: int) -> Plan:
-    """The plan of per-rank micro-batch sizes given by hand, repeated for every accumulation step."""
-    return Plan(
+def state_conflicts(
+    config: PoplarConfig,
+    deepspeed_config: Mapping[str, Any] | None,
+    stages: tuple[int, ...],
+    *,
+    plan: Plan | None = None,
+) -> list[str]:
+    """What uneven training state, where the settings or a given plan ask for it, cannot be combined with."""
+    planned = None if plan is None else plan.state_fractions
+    if not config.enabled or (config.state_shards == "even" and planned is None):
+        return []
+    # Which features are in the way depends on the stage; of an open one, the engine's own check says the rest.
+    problems = refusals(deepspeed_config, zero_stage=stages[0] if len(stages) == 1 else 2)
+    if plan is not None and isinstance(config.state_shards, tuple) and config.fractions_by_rank() != planned:
+        shares = "even shares" if planned is None else f"shares {list(planned)}"
+        problems.append(
+            f"the given plan has {shares} of the training state, the settings ask for {list(config.state_shards)}. "
+            "Remove state_shards from the settings, or plan again."
+        )
+    return problems
+
+
+def plan_by_hand(
+    sizes: Sequence[int], *, accumulation: int, zero_stage: int, fractions: Sequence[float] | None = None
+) -> Plan:
+    """The plan of per-rank micro-batch sizes given by hand, repeated for every accumulation step.
+
+    Args:
+        sizes: Samples, one entry per rank.
+        accumulation: Micro-steps per optimizer step.
+        zero_stage: ZeRO stage of the plan.
+        fractions: Shares of the training state, one per rank; None: even ones.
+    """
+    plan = Plan(
         zero_stage=zero_stage,
         global_batch_size=sum(sizes) * accumulation,
         predicted_step_time_s=0.0,
         strategy=MANUAL,
         ranks=tuple(RankPlan(rank=rank, micro_batch_sizes=(size,) * accumulation) for rank, size in enumerate(sizes)),
     )
+    return plan.with_state(fractions)
 
 
 def even_plan(*, global_batch_size: int, world_size: int, micro_batch_size: int, zero_stage: int) -> Plan:
@@ -157,6 +194,7 @@ def find_shared_plan(
     given: Plan | None = None,
     explain: Callable[[ClusterProfile, int], str] | None = None,
     say: Callable[[str], None] | None = None,
+    resumed: Plan | None = None,
 ) -> tuple[Plan, ClusterProfile | None]:
     """The plan of a run, the same on every rank.
 
@@ -170,9 +208,12 @@ def find_shared_plan(
         given: A plan made beforehand.
         explain: Profile and stage -> why a rank cannot hold one sample at that stage.
         say: Told, on every rank, when a stage had to be passed over.
+        resumed: The plan of the checkpoint whose training state is loaded as it was cut, if any: where the planner is
+            free to choose shares of the state, it keeps these.
 
     Returns:
-        The plan, and the profile it was made from (None where nothing was measured).
+        The plan, and the profile it was made from (None where nothing was measured); where shares of the training state
+        were chosen with it, the profile has the limits and communication times that hold under them.
 
     Raises:
         InsufficientMemoryError: At none of the stages does every rank have room for one sample.
@@ -191,8 +232,20 @@ def find_shared_plan(
     sizes = config.sizes_by_rank(ranks.world_size)
     if sizes is not None:
         stage = _unprofiled_stage(stages)
-        return plan_by_hand(sizes, accumulation=batch.gradient_accumulation_steps, zero_stage=stage), None
+        fractions = config.fractions_by_rank()
+        if config.state_shards == "auto":
+            fractions = resumed.state_fractions if _keeps_shares(resumed, (stage,), ranks) else None
+            if fractions is None and say is not None:
+                say("sizes are given by hand and nothing is measured, so the shares of the training state are even")
+        by_hand = plan_by_hand(
+            sizes, accumulation=batch.gradient_accumulation_steps, zero_stage=stage, fractions=fractions
+        )
+        return by_hand, None
     measured = profile(stages)
+    if config.state_shards != "even" and ranks.world_size > 1:
+        if not all(rank.points for rank in measured.ranks):
+            raise InsufficientMemoryError(_why_not(measured, stages[-1], explain))
+        return _with_shares(measured, ranks, config, stages, global_batch_size, say, resumed)
     fitting = _stages_that_fit(measured, stages, explain, say)
     stage = fitting[0] if len(fitting) == 1 else "auto"
     plan = decide(
@@ -200,6 +253,43 @@ def find_shared_plan(
         lambda: find_plan(measured, global_batch_size=global_batch_size, zero_stage=stage, strategy=config.strategy),
     )
     return plan, measured
+
+
+def _with_shares(
+    measured: ClusterProfile,
+    ranks: Ranks,
+    config: PoplarConfig,
+    stages: tuple[int, ...],
+    global_batch_size: int,
+    say: Callable[[str], None] | None,
+    resumed: Plan | None,
+) -> tuple[Plan, ClusterProfile]:
+    fractions: Sequence[float] | None = config.state_shards if isinstance(config.state_shards, tuple) else None
+    if fractions is None and _keeps_shares(resumed, stages, ranks):
+        even = (1.0 / ranks.world_size,) * ranks.world_size
+        stages, fractions = (resumed.zero_stage,), resumed.state_fractions or even
+    chosen = decide(
+        ranks,
+        lambda: choose_plan(
+            measured,
+            global_batch_size=global_batch_size,
+            stages=stages,
+            strategy=config.strategy,
+            fractions=fractions,
+            max_micro_batch_size=config.caps_by_rank(ranks.world_size),
+        ),
+    )
+    if chosen.passed_over and say is not None:
+        names = ", ".join(map(str, chosen.passed_over))
+        say(f"ZeRO stage {names} passed over: {list(chosen.passed_over.values())[-1]}")
+    return chosen.plan, chosen.profile
+
+
+def _keeps_shares(resumed: Plan | None, stages: tuple[int, ...], ranks: Ranks) -> TypeGuard[Plan]:
+    """Whether the run goes on with training state as a checkpoint cut it."""
+    if resumed is None or resumed.world_size != ranks.world_size:
+        return False
+    return resumed.zero_stage in stages and resumed.zero_stage > 0
 
 
 def _stages_that_fit(

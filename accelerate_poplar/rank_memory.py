@@ -23,7 +23,9 @@ class RankMemory:
     measured_correction: float
     """Measured over predicted activations at the largest size compared; 1 where nothing was compared."""
     states: Mapping[int, ModelStates]
-    """Training state by ZeRO stage."""
+    """Training state by ZeRO stage, under even shares."""
+    proven_cap: int | None = None
+    """Largest micro-batch left after memory ran out in spite of the prediction; None when it never did."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""

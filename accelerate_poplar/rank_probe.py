@@ -92,6 +92,9 @@ class ProfileRequest:
     """The run's."""
     compile_options: Mapping[str, Any] | None = None
     """How training will compile the model; None = not at all."""
+    uneven_state: bool = False
+    """True: a rank may hold less than an even share of the training state, so that even shares do not decide whether it
+    can take part."""
 
 
 @dataclass(kw_only=True)
@@ -119,7 +122,7 @@ class RankProber:
         states = self._states()
         request.progress("memory")
         predicted = together(ranks, self._predict)
-        hopeless = predicted is not None and not any(self._caps(predicted, states, budget, None).values())
+        hopeless = predicted is not None and not self._can_take_part(predicted, states, budget)
         stepper = self._stepper()
         activations, correction, timed = predicted or ActivationMemory.unknown(), 1.0, TimedSizes()
         if not any(ranks.gather(hopeless)):
@@ -140,6 +143,7 @@ class RankProber:
                 activations=activations,
                 measured_correction=correction,
                 states=states,
+                proven_cap=timed.proven_cap,
             ),
             caps=self._caps(activations, states, budget, timed.proven_cap),
             step_overhead_s=self._optimizer_s(),
@@ -199,6 +203,14 @@ class RankProber:
         """Parameters and gradients of the model as it is now, in the compute dtype."""
         size = model_size(self.request.model)
         return (size.total + size.trainable) * torch.empty((), dtype=self.request.dtype).element_size()
+
+    def _can_take_part(self, predicted: ActivationMemory, states: Mapping[int, ModelStates], budget: int) -> bool:
+        """Whether one sample fits at some stage; with uneven shares, beside no share of what the stage shards."""
+        if any(self._caps(predicted, states, budget, None).values()):
+            return True
+        return self.request.uneven_state and any(
+            held.unsharded(stage) + predicted.at(1) <= budget for stage, held in states.items() if stage > 0
+        )
 
     def _caps(
         self,

@@ -55,6 +55,8 @@ class Verdict:
 def judge(profile: ClusterProfile, plan: Plan, compute_time_s: Sequence[float]) -> Verdict:
     """Compare measured compute times with the profile and plan again at the same ZeRO stage and global batch.
 
+    The ranks' shares of the training state stay as they are: moving it would mean another engine.
+
     Args:
         profile: What the plan was made from.
         plan: The plan in force.
@@ -73,7 +75,7 @@ def judge(profile: ClusterProfile, plan: Plan, compute_time_s: Sequence[float]) 
         current_step_time_s=break_down_plan(drifted, plan).step_time_s,
         better=find_plan(
             drifted, global_batch_size=plan.global_batch_size, zero_stage=plan.zero_stage, strategy=strategy
-        ),
+        ).with_state(plan.state_fractions),
     )
 
 

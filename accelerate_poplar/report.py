@@ -44,13 +44,18 @@ def predict(plan: Plan, profile: ClusterProfile) -> Prediction:
     )
 
 
-def plan_table(plan: Plan, profile: ClusterProfile | None, *, emulated: bool = False) -> Table:
+def plan_table(
+    plan: Plan, profile: ClusterProfile | None, *, emulated: bool = False, state_bytes: float | None = None
+) -> Table:
     """One row per rank: what it is, what it can do, what it gets, and what holds it back.
+
+    Where the ranks' shares of the training state are uneven, two columns have each rank's part of it, even and planned.
 
     Args:
         plan: The plan.
         profile: What it was made from; None where nothing was measured.
         emulated: Ranks are emulated, which the title then says.
+        state_bytes: Training state that the plan's ZeRO stage divides among the ranks, all together; None: unknown.
     """
     title = f"Poplar plan: {plan.global_batch_size} samples per optimizer step, ZeRO stage {plan.zero_stage}"
     table = Table(title=title + (" (emulated ranks)" if emulated else ""), title_justify="left")
@@ -62,6 +67,9 @@ def plan_table(plan: Plan, profile: ClusterProfile | None, *, emulated: bool = F
             table.add_column(name, justify="right")
     table.add_column("micro-batches")
     table.add_column("share", justify="right")
+    states = state_cells(plan, state_bytes)
+    for name in ("even", "planned") if states else ():
+        table.add_column(f"{name} state\n{'share' if state_bytes is None else 'GiB'}", justify="right")
     if profile is not None:
         table.add_column("limited by")
     limits = limited_by(profile, plan) if profile is not None else ()
@@ -70,16 +78,36 @@ def plan_table(plan: Plan, profile: ClusterProfile | None, *, emulated: bool = F
         if profile is not None:
             cells += _measured_cells(profile.ranks[share.rank], profile.stage(plan.zero_stage))
         cells += [runs(share.micro_batch_sizes), f"{share.rank_batch_size / plan.global_batch_size:.1%}"]
+        cells += states[share.rank] if states else ()
         if profile is not None:
             cells.append(limits[share.rank])
         table.add_row(*cells)
     return table
 
 
-def print_plan(plan: Plan, profile: ClusterProfile | None, *, emulated: bool = False) -> None:
-    """Print the table and, below it, the predicted step time and speed-ups."""
+def state_cells(plan: Plan, state_bytes: float | None) -> list[tuple[str, str]]:
+    """Every rank's part of the sharded training state, under even shares and as planned.
+
+    Args:
+        plan: The plan.
+        state_bytes: Training state that its ZeRO stage divides among the ranks, all together; None: unknown.
+
+    Returns:
+        Two figures per rank, in GiB, or in percent of the state where its size is unknown; none where shares are even.
+    """
+
+    def figure(share: float) -> str:
+        return f"{share:.1%}" if state_bytes is None else f"{share * state_bytes / GIB:.3g}"
+
+    return [(figure(1.0 / plan.world_size), figure(share)) for share in plan.state_fractions or ()]
+
+
+def print_plan(
+    plan: Plan, profile: ClusterProfile | None, *, emulated: bool = False, state_bytes: float | None = None
+) -> None:
+    """Print the table and, below it, the predicted step time and speed-ups; arguments as `plan_table`."""
     out = console()
-    out.print(plan_table(plan, profile, emulated=emulated))
+    out.print(plan_table(plan, profile, emulated=emulated, state_bytes=state_bytes))
     if profile is None:
         return
     figures = predict(plan, profile)

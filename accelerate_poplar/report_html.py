@@ -12,7 +12,7 @@ from .errors import PlanError, PoplarError
 from .limits import limited_by
 from .plan import Plan
 from .profiles import ClusterProfile
-from .report import Prediction, predict
+from .report import Prediction, predict, state_cells
 from .report_parts import Figure, Table, between, cell, count, files, measured_facts, seconds, settled
 from .run_files import RunRecord, read_run
 from .search import STRATEGIES, find_plan
@@ -184,6 +184,9 @@ class _Page:
             header += ["host", "device", "memory (GiB)", "peak (TFLOP/s)", "best speed (samples/s)"]
         if plan is not None:
             header += ["micro-batches of a step (samples)", "share of the batch"]
+        states = state_cells(plan, self.record.state_bytes) if plan is not None else []
+        unit = "share" if self.record.state_bytes is None else "GiB"
+        header += [f"training state, even ({unit})", f"training state, planned ({unit})"] if states else []
         header += ["largest that fits (samples)", "limited by"] if limits else []
         rows = []
         world_size = plan.world_size if plan is not None else profile.world_size if profile is not None else 0
@@ -197,6 +200,7 @@ class _Page:
             if plan is not None:
                 own = plan.ranks[number]
                 cells += [short_sizes(own.micro_batch_sizes), percent(own.rank_batch_size / plan.global_batch_size)]
+            cells += states[number] if states else ()
             cells += [str(caps[number]), limits[number]] if limits else []
             rows.append(tuple(cells))
         note = f"Ranks from {MOST_ROWS} on are left out here." if world_size > MOST_ROWS else ""

@@ -22,7 +22,7 @@ from .inspection import is_partitioned, model_name, moved, shortened, whole_para
 from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
 from .memory import DTYPE_NAMES
-from .model_state import ModelSize, model_size, optimizer_tensors
+from .model_state import ModelSize, model_size, model_states, optimizer_tensors
 from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest, candidate_stages, find_shared_plan
 from .preflight import agree_on_dtype, preflight
@@ -32,6 +32,7 @@ from .profiles import ClusterProfile
 from .report import print_plan
 from .rng import preserved_rng
 from .sampler import PlanSampler
+from .state_engine import loads_universal
 from .watch import ComputeClock, RunWatch, event_line
 from .weighting import StepWeigher
 
@@ -155,6 +156,7 @@ class PoplarRun:
             given=self.given_plan or reusable,
             explain=explain_memory,
             say=self.say,
+            resumed=None if loads_universal(self.deepspeed_config) else resumed,
         )
         if reusable is not None and plan is reusable:
             self.profile = resumed_profile
@@ -175,7 +177,13 @@ class PoplarRun:
             self.say(str(straggler))
         self._start_watching(host, plan)
         if self.ranks.rank == 0:
-            print_plan(plan, self.profile, emulated=self.emulation_config.active)
+            states = model_states(self.model_size, dtype=host.dtype, zero_stage=plan.zero_stage, world_size=1)
+            print_plan(
+                plan,
+                self.profile,
+                emulated=self.emulation_config.active,
+                state_bytes=states.sharded(plan.zero_stage),
+            )
         return plan
 
     def _reusable(
@@ -194,6 +202,7 @@ class PoplarRun:
             and not config.reprofile
             and config.per_rank_micro_batch_sizes is None
             and config.max_micro_batch_size is None
+            and (config.state_shards == "auto" or resumed.state_fractions == config.fractions_by_rank())
             and resumed.strategy == config.strategy
             and resumed.zero_stage in stages
             and [rank.device for rank in profile.ranks] == [fact.device for fact in facts]
@@ -271,6 +280,7 @@ class PoplarRun:
                 emulation=self._emulation,
                 deepspeed_config=self.deepspeed_config,
                 compile_options=compile_options(),
+                uneven_state=self.config.state_shards != "even",
                 cache=ProfileCache(
                     folder=Path(self.config.cache_dir) if self.config.cache_dir else default_cache_dir(),
                     refresh=self.config.reprofile,
@@ -334,9 +344,13 @@ class PoplarRun:
         memory = getattr(self.profile, "memory", ())
         if self._emulation is None or not memory or self.plan is None:
             return nullcontext() if self._emulation is None else self._emulation.memory_cap()
-        parameter_bytes = int(memory[self.ranks.rank].states[self.plan.zero_stage].parameters)
+        parameter_bytes = memory[self.ranks.rank].states[self.plan.zero_stage].parameters
+        if self.plan.state_fractions is not None and self.plan.zero_stage == 3:
+            parameter_bytes *= self.ranks.world_size * self.plan.state_fractions[self.ranks.rank]
         # Some optimizers make their state in the first step, some before it.
-        return self._emulation.memory_cap(parameter_bytes, known=model.parameters(), held=optimizer_tensors(model))
+        return self._emulation.memory_cap(
+            int(parameter_bytes), known=model.parameters(), held=optimizer_tensors(model)
+        )
 
     def look(self, sampler: PlanSampler, *, step: int) -> dict[str, Any] | None:
         """Judge the plan at the steps the settings name, and change it where they say so; a collective call.

@@ -80,6 +80,8 @@ class RunRecord:
     """The plan in force at the end."""
     profile: ClusterProfile | None
     """What the plan was made from."""
+    state_bytes: float | None
+    """Training state that the plan's ZeRO stage divides among the ranks, all together; None where it is unknown."""
     entries: tuple[Entry, ...]
     """The history, by increasing step."""
     events: tuple[Event, ...]
@@ -115,6 +117,7 @@ def read_run(folder: str | Path) -> RunRecord:
         folder=folder,
         plan=plan,
         profile=profile,
+        state_bytes=_state_bytes(folder, plan) if plan is not None and profile is not None else None,
         entries=entries,
         events=events,
         last_loss=_last_loss(folder),
@@ -146,6 +149,17 @@ def _profile(folder: Path, remarks: list[str]) -> ClusterProfile | None:
         return ClusterProfile.load(path)
     except PoplarError as problem:
         remarks.append(f"{PROFILE_FILE} cannot be used: {problem}")
+        return None
+
+
+def _state_bytes(folder: Path, plan: Plan) -> float | None:
+    """Read off the profile's `memory` entry, which has what a rank holds under even shares."""
+    try:
+        held = json.loads((folder / PROFILE_FILE).read_text(encoding="utf-8"))["memory"][0]["states"]
+        states = held[str(plan.zero_stage)]
+        by_stage = (states["optimizer"], states["gradients"], states["parameters"])
+        return float(plan.world_size * sum(by_stage[: plan.zero_stage]))
+    except (KeyError, IndexError, TypeError):
         return None
 
 

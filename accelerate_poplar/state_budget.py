@@ -26,12 +26,10 @@ def state_memory(
 
 def _of_rank(memory: RankMemory, zero_stage: int, world_size: int, largest: int, offloaded: bool) -> StateMemory:
     states = memory.states[zero_stage]
-    parts = {1: states.optimizer, 2: states.gradients, 3: states.parameters}
-    shared = sum(count for stage, count in parts.items() if stage <= zero_stage)
-    step = states.step
+    shared, step = states.sharded(zero_stage), states.step
+    whole = states.unsharded(zero_stage) - states.buffers
     if offloaded:
         shared, step = shared - states.optimizer, 0
-    whole = sum(count for stage, count in parts.items() if stage > zero_stage)
     return StateMemory(
         memory_bytes=float(memory.budget_bytes),
         fixed_bytes=float(whole + states.buffers),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .config_checks import SHARE_TOLERANCE
 from .errors import ConfigError
 
 LAYOUT_VERSION = 1
@@ -20,7 +21,6 @@ _LARGEST_BLOCK = 256
 """Elements to whose multiples cuts are rounded where shards are large: aligned copies are the fast ones."""
 _ROUNDING = 0.005
 """Largest part of the smallest shard that rounding to a block may move."""
-_SUM_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class StateShares:
                 f"but {', '.join(wrong)}. Give such a rank a small share, 0.001 say, or leave it out of the run."
             )
         total = math.fsum(self.fractions)
-        if abs(total - 1.0) > _SUM_TOLERANCE:
+        if abs(total - 1.0) > SHARE_TOLERANCE:
             raise ConfigError(
                 f"state fractions {list(self.fractions)} sum to {total:.6g}; they are shares of the whole and must "
                 "sum to 1."

@@ -31,9 +31,7 @@ class StatePlan:
     """A plan and the shares of the training state it needs."""
 
     plan: Plan
-    """The micro-batches; its predicted step time counts what uneven exchanges cost more."""
-    fractions: tuple[float, ...] | None
-    """Share of the state per rank; None: even shares."""
+    """Micro-batches and shares; its predicted step time counts what uneven exchanges cost more."""
     offloaded: tuple[bool, ...]
     """Per rank: it keeps its optimizer on the host, because uneven shares alone did not make the state fit."""
     max_micro_batch_size: tuple[int, ...]
@@ -46,6 +44,11 @@ class StatePlan:
     """True: no shares and micro-batches have a shorter step under the step-time model."""
     profile: ClusterProfile
     """The profile with the limits and communication times that hold under these shares."""
+
+    @property
+    def fractions(self) -> tuple[float, ...] | None:
+        """Share of the state per rank; None: even shares."""
+        return self.plan.state_fractions
 
 
 def find_state_plan(
@@ -163,10 +166,10 @@ class _Request:
             return None
         ranks = range(self.profile.world_size)
         caps = [found.caps[rank] for rank in ranks]
-        draft = self._plan(memory, caps, (1.0,))
+        draft = self._micro_batches(caps, self.factor)
         if draft is None:
             return None
-        used = [max(draft.plan.ranks[rank].micro_batch_sizes) for rank in ranks]
+        used = [max(draft[1].ranks[rank].micro_batch_sizes) for rank in ranks]
         fractions = fractions_for(memory, used)
         roomy = [own.cap(share) for own, share in zip(memory, fractions, strict=True)]
         final = self._plan(memory, roomy, fractions)
@@ -202,29 +205,34 @@ class _Request:
             )
         return [members[key] for key in sorted(members)], room - 1.0
 
-    def _plan(
-        self, memory: Sequence[StateMemory], caps: Sequence[int], fractions: tuple[float, ...] | None
-    ) -> StatePlan | None:
+    def _micro_batches(self, caps: Sequence[int], factor: float) -> tuple[ClusterProfile, Plan] | None:
+        """The best plan within caps, and the profile it holds for; None when no rank has room for a sample."""
         caps = [min(cap, limit) for cap, limit in zip(caps, self.limits, strict=True)]
         if not any(caps):
             return None
-        profile = _slower(self.profile, self.zero_stage, 1.0 if fractions is None else self.factor)
+        profile = _slower(self.profile, self.zero_stage, factor)
         stage = replace(profile.stage(self.zero_stage), max_micro_batch_size=tuple(caps))
         profile = replace(profile, zero_stages={**profile.zero_stages, self.zero_stage: stage})
         plan = find_plan(
-            profile,
-            global_batch_size=self.global_batch_size,
-            zero_stage=self.zero_stage,
-            strategy=self.strategy,
+            profile, global_batch_size=self.global_batch_size, zero_stage=self.zero_stage, strategy=self.strategy
         )
+        return profile, plan
+
+    def _plan(
+        self, memory: Sequence[StateMemory], caps: Sequence[int], fractions: tuple[float, ...] | None
+    ) -> StatePlan | None:
+        found = self._micro_batches(caps, 1.0 if fractions is None else self.factor)
+        if found is None:
+            return None
+        profile, plan = found
         even = (1.0 / profile.world_size,) * profile.world_size
-        shares = even if fractions is None or len(fractions) != profile.world_size else fractions
+        plan = plan.with_state(fractions)
+        held = zip(memory, fractions or even, strict=True)
         return StatePlan(
             plan=plan,
-            fractions=fractions,
             offloaded=tuple(own.offloaded for own in memory),
-            max_micro_batch_size=tuple(caps),
-            held_bytes=tuple(own.held_bytes(share) for own, share in zip(memory, shares, strict=True)),
+            max_micro_batch_size=profile.stage(self.zero_stage).max_micro_batch_size,
+            held_bytes=tuple(own.held_bytes(share) for own, share in held),
             even_bytes=tuple(own.held_bytes(share) for own, share in zip(self.before_offload, even, strict=True)),
             proven=self.strategy == "optimal",
             profile=profile,
@@ -279,7 +287,7 @@ def _does_not_fit(profile: ClusterProfile, memory: Sequence[StateMemory], zero_s
     for rank, own in zip(profile.ranks, memory, strict=True):
         left = max(0.0, float(own.largest_shares()[0]) * own.sharded_bytes)
         lines.append(f"rank {rank.rank} ({rank.device or 'device unknown'}) has room for {_gib(left)} of it")
-    more = "" if with_offload else "optimizer offload (state_offload: auto), "
+    more = "" if with_offload else "optimizer offload, "
     return (
         f"the training state that ZeRO stage {zero_stage} shards takes {_gib(max(m.sharded_bytes for m in memory))} over "
         f"all ranks, but beside one sample {'; '.join(lines)}. What helps: "

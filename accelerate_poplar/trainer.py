@@ -31,6 +31,7 @@ from .loss import HONOURED
 from .plan import Plan
 from .planning import BatchRequest
 from .run import PoplarRun, saved_plan
+from .state_engine import check_shares, require_shares, shared_state
 from .streaming import StreamHead, StreamLoader, is_stream
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
 from .trainer_evaluation import PoplarEvaluationMixin
@@ -202,6 +203,20 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
         self._poplar_samples_seen = self._poplar_looked_at = 0
         with self._one_batch_per_step():
             return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        """As the wrapped trainer, with the engine's training state in the plan's shares."""
+        if not self.is_deepspeed_enabled:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        plan, ranks = self.poplar.plan, self.poplar.ranks
+        engine_config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        if self.model_wrapped is not self.model:
+            require_shares(plan, self.model_wrapped)
+            if resume_from_checkpoint is not None:
+                check_shares(plan, ranks, engine_config, resume_from_checkpoint)
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        with shared_state(plan, ranks, engine_config, checkpoint=resume_from_checkpoint):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     @contextmanager
     def _one_batch_per_step(self) -> Iterator[None]:

@@ -41,6 +41,10 @@ ELSEWHERE = {
         "tests/distributed/test_examples.py",
         "test_the_example_trains_evaluates_and_resumes",
     ),
+    r"accelerate-poplar checkpoint to-even ": (
+        "tests/core/test_state_checkpoint.py",
+        "test_the_command_writes_equal_shares_and_keeps_the_rest",
+    ),
     r"accelerate-poplar verify\b": (
         "tests/distributed/test_verify.py",
         "test_it_passes_on_this_machine_for_every_stage_and_model",

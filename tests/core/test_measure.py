@@ -15,6 +15,7 @@ from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.errors import RankError
 from accelerate_poplar.measure import MeasuredProfile, explain_memory, profile_cluster
 from accelerate_poplar.profiles import ClusterProfile
+from accelerate_poplar.state_choice import choose_plan
 
 from .ranks_in_threads import run_ranks
 
@@ -215,6 +216,40 @@ def test_a_rank_that_is_too_small_is_explained_and_nothing_is_timed() -> None:
         assert spent_s < 60.0, "memory was looked at, the curve was not"
         assert all(rank.points == () for rank in measured.ranks)
     assert explain_memory(profile(Scripted()), 0) == ""
+
+
+@pytest.mark.parametrize("uneven", [True, False])
+def test_a_rank_too_small_for_an_even_share_is_timed_where_shares_may_be_uneven(uneven: bool) -> None:
+    size = sum(p.numel() for p in Scripted().parameters())
+
+    def work(ranks):
+        # Under ZeRO-3 an even share takes 14 bytes a parameter in the optimizer step; a whole pass takes 8.
+        memory_bytes = 2**30 if ranks.rank == 0 else 11 * size + 4_000
+        return profile(
+            Scripted(),
+            ranks=ranks,
+            emulation=Emulation(memory_bytes=memory_bytes),
+            deepspeed_config={"zero_optimization": {"reduce_bucket_size": 10, "stage3_max_live_parameters": 10}},
+            zero_stages=(1, 2, 3),
+            uneven_state=uneven,
+        )
+
+    for measured in run_ranks(2, work):
+        assert [measured.stage(stage).max_micro_batch_size[1] for stage in (1, 2, 3)] == [0, 0, 0]
+        assert all(bool(rank.points) is uneven for rank in measured.ranks)
+        if uneven:
+            chosen = choose_plan(measured, global_batch_size=8, stages=(1, 2, 3), strategy="optimal")
+            assert chosen.plan.state_fractions is not None
+            assert chosen.plan.state_fractions[1] < 0.5
+
+
+def test_uneven_shares_do_not_help_a_rank_without_room_for_a_sample() -> None:
+    def work(ranks):
+        memory_bytes = 2**30 if ranks.rank == 0 else 2_000
+        return profile(Scripted(), ranks=ranks, emulation=Emulation(memory_bytes=memory_bytes), uneven_state=True)
+
+    for measured in run_ranks(2, work):
+        assert all(rank.points == () for rank in measured.ranks)
 
 
 def test_stages_escalate() -> None:

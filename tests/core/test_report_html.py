@@ -201,6 +201,24 @@ def test_a_plan_by_hand_has_no_prediction(tmp_path: Path) -> None:
     assert page.pictures == {"history": 1}
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_uneven_training_state_is_shown(tmp_path: Path, known: bool) -> None:
+    plan = write_run(tmp_path)
+    assert "training state" not in Page(write_report(tmp_path).read_text()).sections["cluster"]
+    plan.with_state((0.4, 0.4, 0.1, 0.1)).save(tmp_path)
+    if known:
+        data = json.loads((tmp_path / "profiles.json").read_text())
+        states = {"optimizer": 2**30, "gradients": 2**29, "parameters": 2**33, "buffers": 7, "step": 7}
+        data["memory"] = [{"states": {"2": states}}]
+        (tmp_path / "profiles.json").write_text(json.dumps(data))
+    cluster = Page(write_report(tmp_path).read_text()).sections["cluster"]
+    unit, even, most, least = ("GiB", "1.5", "2.4", "0.6") if known else ("share", "25.0%", "40.0%", "10.0%")
+    assert f"training state, even ({unit})" in cluster
+    assert f"training state, planned ({unit})" in cluster
+    for figure in (even, most, least):
+        assert figure in cluster
+
+
 def test_a_profile_of_another_cluster_is_not_used(tmp_path: Path) -> None:
     write_run(tmp_path)
     profile, _ = simulated(zero_stage=3)

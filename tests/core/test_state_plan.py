@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from accelerate_poplar.errors import ConfigError, InsufficientMemoryError, PlanError, ProfileError
-from accelerate_poplar.plan import Plan
+from accelerate_poplar.plan import Plan, RankPlan
 from accelerate_poplar.profiles import ClusterProfile, Measurement
 from accelerate_poplar.search import find_plan
 from accelerate_poplar.state_memory import StateMemory, fractions_for, memory_from_profile, smallest_share
@@ -218,7 +218,7 @@ def test_renumbering_ranks_renumbers_the_plan() -> None:
 def test_offload_only_where_shares_are_not_enough_and_only_on_as_many_ranks() -> None:
     memory = (linear(100.0), linear(50.0))
     offloaded = tuple(replace(own, sharded_bytes=40.0) for own in memory)
-    with pytest.raises(InsufficientMemoryError, match=r"rank 1 \(d\) has room for .*state_offload: auto"):
+    with pytest.raises(InsufficientMemoryError, match=r"rank 1 \(d\) has room for .*optimizer offload"):
         find_state_plan(two_ranks(), memory, global_batch_size=32, zero_stage=3)
     found = find_state_plan(two_ranks(), memory, global_batch_size=32, zero_stage=3, offloaded=offloaded)
     assert found.offloaded == (False, True)
@@ -316,3 +316,31 @@ def replace_caps(profile: ClusterProfile, caps: list[int]) -> ClusterProfile:
 def test_found_plan_is_a_plan() -> None:
     found = find_state_plan(two_ranks(), (linear(240.0), linear(100.0)), global_batch_size=32, zero_stage=3)
     assert Plan.from_dict(found.plan.to_dict()) == found.plan
+    assert found.plan.state_fractions == found.fractions
+    assert [rank["state_fraction"] for rank in found.plan.to_dict()["ranks"]] == list(found.fractions or ())
+
+
+def test_fractions_are_part_of_what_a_plan_decides() -> None:
+    def plan(*fractions: float | None, zero_stage: int = 3) -> Plan:
+        ranks = [RankPlan(rank=i, micro_batch_sizes=(2,), state_fraction=f) for i, f in enumerate(fractions)]
+        return Plan(
+            zero_stage=zero_stage,
+            global_batch_size=2 * len(ranks),
+            predicted_step_time_s=0.0,
+            strategy="manual",
+            ranks=tuple(ranks),
+        )
+
+    even = plan(None, None)
+    assert even.state_fractions is None
+    assert "state_fraction" not in even.to_dict()["ranks"][0]
+    assert plan(0.75, 0.25).digest != even.digest
+    assert plan(0.75, 0.25).digest != plan(0.25, 0.75).digest
+    for fractions, stage, message in (
+        ((0.75, None), 3, "all ranks have one, or none has"),
+        ((0.75, 0.2), 3, "together 0.95; shares must sum to 1"),
+        ((1.0, 0.0), 3, "a share above 0"),
+        ((0.5, 0.5), 0, "ZeRO stage 0 shards no training state"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            plan(*fractions, zero_stage=stage)
