@@ -39,7 +39,7 @@ def trainer_conflicts(trainer_class: type, args: Any) -> list[str]:
         return []
     return [
         f"{found} {_UNSUPPORTED.get(found, _GROUPS)}. Use {found} itself, without PoplarTrainerMixin, for an even split; "
-        "SFTTrainer, DPOTrainer and RewardTrainer work under the mixin."
+        "SFTTrainer and DPOTrainer work under the mixin."
     ]
 
 
