@@ -6,7 +6,6 @@ same steps whatever its number of micro-steps, and the host's step, epoch, sched
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -39,7 +38,7 @@ from .trainer_evaluation import PoplarEvaluationMixin
 from .trainer_host import TrainerHost
 from .watch import StepRecord, append_history
 from .weighting import MicroStep, WeightedStep, unchanged_statistics
-from .wrapped_trainer import as_wanted, reference_conflicts, trainer_conflicts, wanted_arguments
+from .wrapped_trainer import as_wanted, init_signature, reference_conflicts, trainer_conflicts, wanted_arguments
 
 
 class PoplarTrainerMixin(PoplarEvaluationMixin):
@@ -66,7 +65,7 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
         poplar_plan: Plan | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        bound = inspect.signature(super().__init__).bind(*args, **kwargs)
+        bound = init_signature(type(self), PoplarTrainerMixin).bind(*args, **kwargs)
         given_args = bound.arguments.get("args")
         raise_together(trainer_conflicts(type(self), given_args))
         training_args = as_wanted(given_args, wanted_arguments(bound.signature))

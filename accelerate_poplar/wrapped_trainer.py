@@ -59,6 +59,31 @@ def reference_conflicts(trainer: Any) -> list[str]:
     ]
 
 
+def init_signature(trainer_class: type, after: type) -> inspect.Signature:
+    """The parameters of the wrapped trainer's constructor, without `self`.
+
+    A subclass that only says `*args, **kwargs` is looked through; keywords of its own are let pass.
+
+    Args:
+        trainer_class: The whole trainer.
+        after: The class whose successors are the wrapped trainer.
+    """
+    bases = trainer_class.__mro__[trainer_class.__mro__.index(after) + 1 :]
+    passes_on = False
+    for base in bases:
+        own = (
+            list(inspect.signature(base.__dict__["__init__"]).parameters.values())[1:]
+            if "__init__" in vars(base)
+            else []
+        )
+        if any(p.name == "args" and p.kind is not p.VAR_POSITIONAL for p in own):
+            if passes_on and own[-1].kind is not inspect.Parameter.VAR_KEYWORD:
+                own.append(inspect.Parameter("more", inspect.Parameter.VAR_KEYWORD))
+            return inspect.Signature(own)
+        passes_on = passes_on or bool(own)
+    return inspect.signature(trainer_class.__init__)
+
+
 def wanted_arguments(signature: inspect.Signature) -> type[TrainingArguments]:
     """The class of arguments a trainer is annotated to take, for example `SFTConfig`; else `TrainingArguments`."""
     annotation = signature.parameters["args"].annotation if "args" in signature.parameters else None

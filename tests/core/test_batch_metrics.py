@@ -17,7 +17,13 @@ from transformers import TrainingArguments
 from accelerate_poplar import PoplarTrainingArguments
 from accelerate_poplar.batch_metrics import BatchMetrics, LocalAccelerator, local_metrics, record_together
 from accelerate_poplar.comm import SingleRank
-from accelerate_poplar.wrapped_trainer import as_wanted, reference_conflicts, trainer_conflicts, wanted_arguments
+from accelerate_poplar.wrapped_trainer import (
+    as_wanted,
+    init_signature,
+    reference_conflicts,
+    trainer_conflicts,
+    wanted_arguments,
+)
 
 
 class Accelerator:
@@ -169,6 +175,27 @@ def test_the_trainers_own_class_of_arguments_is_found(tmp_path: Path) -> None:
     assert wanted_arguments(stated) is TrainingArguments
     assert wanted_arguments(inspect.signature(GRPOTrainer.__init__, eval_str=True)) is OwnConfig
     assert wanted_arguments(silent) is TrainingArguments
+
+
+class Whole:
+    """Stands for the mixin."""
+
+
+def test_a_subclass_that_only_passes_on_is_looked_through() -> None:
+    class Base:
+        def __init__(self, model: Any, args: OwnConfig | None = None, seed: int = 0) -> None: ...
+
+    class Passing(Base):
+        def __init__(self, *args: Any, extra: int = 1, **kwargs: Any) -> None: ...
+
+    class Silent(Base):
+        pass
+
+    bound = init_signature(type("Both", (Whole, Passing), {}), Whole).bind("model", args="own", extra=2)
+    assert bound.arguments["args"] == "own"
+    assert (bound.args, bound.kwargs) == (("model", "own"), {"extra": 2})
+    with pytest.raises(TypeError, match="extra"):
+        init_signature(type("Both", (Whole, Silent), {}), Whole).bind("model", extra=2)
 
 
 def test_stock_arguments_become_the_trainers_own_and_keep_their_values(tmp_path: Path) -> None:
