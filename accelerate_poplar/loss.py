@@ -94,7 +94,13 @@ def rows_of(batch: Any) -> int:
 
 
 def find_loss_rule(
-    call: LossCall, batch: Any, *, world_size: int, shifts_labels: bool, relative_noise: float = 1e-5
+    call: LossCall,
+    batch: Any,
+    *,
+    world_size: int,
+    shifts_labels: bool,
+    relative_noise: float = 1e-5,
+    parts: tuple[Any, Any] | None = None,
 ) -> LossRule:
     """Watch a loss on a small batch.
 
@@ -104,14 +110,18 @@ def find_loss_rule(
         world_size: Number of ranks.
         shifts_labels: True where the model predicts each token from the ones before it.
         relative_noise: Rounding error to expect of a loss value; about 1e-5 in fp32, 5e-3 in half precision.
+        parts: The same rows collated as two batches, used where there are no labels; None: cut out of `batch`, which is
+            wrong where a collate function does not make one row of each sample (pairs of completions).
 
     Returns:
         The rule. `kind` is `unknown` where the loss is neither a mean, a sum, nor a sum over the given count, as with
         losses that compare the rows of a batch with each other.
     """
-    batch = _unevenly_labelled(_labelled_rows(batch))
+    if _labels(batch) is not None or parts is None:
+        batch = _unevenly_labelled(_labelled_rows(batch))
+        parts = (_rows(batch, 0, 1), _rows(batch, 1, rows_of(batch)))
     rule = _honoured_rule(call, batch, world_size=world_size, shifts_labels=shifts_labels)
-    return rule or _plain_rule(call, batch, shifts_labels=shifts_labels, relative_noise=relative_noise)
+    return rule or _plain_rule(call, batch, parts, shifts_labels=shifts_labels, relative_noise=relative_noise)
 
 
 def _honoured_rule(call: LossCall, batch: Any, *, world_size: int, shifts_labels: bool) -> LossRule | None:
@@ -128,11 +138,12 @@ def _honoured_rule(call: LossCall, batch: Any, *, world_size: int, shifts_labels
     return LossRule(kind=HONOURED, items=items, scale=float(world_size) if scaled else 1.0)
 
 
-def _plain_rule(call: LossCall, batch: Any, *, shifts_labels: bool, relative_noise: float) -> LossRule:
+def _plain_rule(
+    call: LossCall, batch: Any, parts: tuple[Any, Any], *, shifts_labels: bool, relative_noise: float
+) -> LossRule:
     candidates = _candidate_items(batch, shifts_labels=shifts_labels)
     # One and the same count for all three: a loss that reads it without honouring it sees what it sees in training.
     given = None if _labels(batch) is None else count_items(batch, candidates[0])
-    parts = [_rows(batch, 0, 1), _rows(batch, 1, rows_of(batch))]
     first, second, whole = (_value(call, part, given) for part in (*parts, batch))
     if first is None or second is None or whole is None:
         return LossRule(kind=UNKNOWN, items=candidates[0])
@@ -154,7 +165,7 @@ def _candidate_items(batch: Any, *, shifts_labels: bool) -> tuple[str, ...]:
     return ("shifted_tokens", "tokens", "rows") if shifts_labels else ("tokens", "shifted_tokens", "rows")
 
 
-def _mean_over(items: str, parts: list[Any], values: tuple[float, float]) -> float:
+def _mean_over(items: str, parts: tuple[Any, Any], values: tuple[float, float]) -> float:
     counts = [count_items(part, items) for part in parts]
     return sum(n * value for n, value in zip(counts, values, strict=True)) / max(1, sum(counts))
 

@@ -35,10 +35,10 @@ class ProbeData:
         self.collate = collate
         self._longest: Any = None
 
-    def rows(self, count: int) -> Any:
-        """A collated batch of the dataset's first `count` rows, repeating them where there are fewer."""
+    def rows(self, count: int, *, start: int = 0) -> Any:
+        """A collated batch of `count` rows of the dataset from `start` on, repeating them where there are fewer."""
         with preserved_rng():
-            return self.collate([self.dataset[index % len(self.dataset)] for index in range(count)])
+            return self.collate([self.dataset[index % len(self.dataset)] for index in range(start, start + count)])
 
     def longest(self, count: int) -> Any:
         """A collated batch of `count` copies of the longest row found, the most a micro-batch of that size can need."""

@@ -234,6 +234,7 @@ class PoplarRun:
 
     def _watch_loss(self, host: Host, data: ProbeData) -> LossRule:
         batch = shortened(data.rows(PROBE_ROWS))
+        parts = (shortened(data.rows(1)), shortened(data.rows(PROBE_ROWS - 1, start=1)))
         model = host.model
         half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
         modes = {module: module.training for module in model.modules()}
@@ -247,6 +248,7 @@ class PoplarRun:
                     world_size=self.ranks.world_size,
                     shifts_labels=host.shifts_labels,
                     relative_noise=5e-3 if half else 1e-5,
+                    parts=parts,
                 )
         finally:
             for module, training in modes.items():

@@ -6,7 +6,6 @@ same steps whatever its number of micro-steps, and the host's step, epoch, sched
 
 from __future__ import annotations
 
-import inspect
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import seed_worker
 
 from .arguments import PoplarTrainingArguments
+from .batch_metrics import local_metrics, record_together
 from .checks import check_run
 from .config import EmulationConfig, PoplarConfig, resolve_config
+from .errors import raise_together
 from .host import prepare_arguments
 from .length_setup import index_cutter, stream_cutter
 from .loader import HostOrder, PoplarDataLoader, StepBatch, build_loader
@@ -38,6 +39,7 @@ from .trainer_evaluation import PoplarEvaluationMixin
 from .trainer_host import TrainerHost
 from .watch import StepRecord, append_history
 from .weighting import MicroStep, WeightedStep, unchanged_statistics
+from .wrapped_trainer import as_wanted, init_signature, reference_conflicts, trainer_conflicts, wanted_arguments
 
 
 class PoplarTrainerMixin(PoplarEvaluationMixin):
@@ -64,15 +66,16 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
         poplar_plan: Plan | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        bound = inspect.signature(super().__init__).bind(*args, **kwargs)
-        if bound.arguments.get("args") is None:
-            bound.arguments["args"] = TrainingArguments(output_dir="tmp_trainer")
-        training_args = bound.arguments["args"]
+        bound = init_signature(type(self), PoplarTrainerMixin).bind(*args, **kwargs)
+        given_args = bound.arguments.get("args")
+        raise_together(trainer_conflicts(type(self), given_args))
+        training_args = as_wanted(given_args, wanted_arguments(bound.signature))
+        bound.arguments["args"] = training_args
         prepare_arguments(training_args)
         deepspeed_config = original_deepspeed_config(training_args)
-        flags = training_args.poplar_overrides() if isinstance(training_args, PoplarTrainingArguments) else None
-        if poplar_config is None and isinstance(training_args, PoplarTrainingArguments):
-            poplar_config = training_args.poplar_config
+        flags = given_args.poplar_overrides() if isinstance(given_args, PoplarTrainingArguments) else None
+        if poplar_config is None and isinstance(given_args, PoplarTrainingArguments):
+            poplar_config = given_args.poplar_config
         config = resolve_config(poplar_config, deepspeed_config=deepspeed_config, overrides=flags)
         plan = poplar_plan if isinstance(poplar_plan, Plan) or poplar_plan is None else Plan.load(poplar_plan)
         batch = BatchRequest(
@@ -119,6 +122,7 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
             The plan of the run.
         """
         if self.poplar.plan is None:
+            raise_together(reference_conflicts(self))
             dataset, collate = self._poplar_data()
             if is_stream(dataset):
                 self._poplar_head = StreamHead(dataset, self.poplar.ranks)
@@ -258,16 +262,24 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
             return super().training_step(model, inputs, num_items_in_batch)
         started = time.perf_counter()
         micro_steps = self._poplar_step.micro_steps
+        metrics = []
         total = torch.zeros((), device=self.args.device)
         for number, micro_step in enumerate(micro_steps, start=1):
             last = number == len(micro_steps)
             self.accelerator.gradient_state._set_sync_gradients(last)
             run = partial(super().training_step, model, self._poplar_inputs(micro_step), num_items_in_batch)
-            with self._weighted(micro_step), self.poplar.micro_step(model), self._deferred_reduction(model, last):
+            with (
+                self._weighted(micro_step),
+                self.poplar.micro_step(model),
+                self._deferred_reduction(model, last),
+                local_metrics(self, share=micro_step.share) as found,
+            ):
                 total = total + run().to(total.dtype)
+            metrics.append(found)
             self.poplar.clock.micro_step_done()
             if not last:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+        record_together(self, "train", metrics, self.poplar.ranks)
         self.poplar.watch.record(
             StepRecord(
                 step_time_s=time.perf_counter() - started,

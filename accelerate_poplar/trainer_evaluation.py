@@ -13,6 +13,7 @@ from accelerate.utils import gather
 from torch import nn
 from torch.utils.data import SequentialSampler
 
+from .batch_metrics import BatchMetrics, local_metrics, record_together
 from .evaluation import EvaluationLoader, EvaluationSampler, EvaluationStream, evaluation_shares, gather_rows
 from .loader import HostOrder
 from .loss import HONOURED, SUM, LossRule
@@ -45,6 +46,7 @@ class Tally:
     ) -> None:
         self.loader = loader
         self.num_rows = 0
+        self.metrics: list[BatchMetrics] = []
         self._ranks = run.ranks
         self._rule = rule
         self._count = count
@@ -158,6 +160,7 @@ class PoplarEvaluationMixin:
                 output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
         finally:
             self._poplar_tally, self.gather_function = None, self.accelerator.gather_for_metrics
+        record_together(self, "eval", tally.metrics, self.poplar.ranks)
         bound = inspect.signature(super().evaluation_loop).bind(dataloader, *args, **kwargs)  # type: ignore[misc]
         name = f"{bound.arguments.get('metric_key_prefix', 'eval')}_loss"
         if name in output.metrics:
@@ -184,9 +187,11 @@ class PoplarEvaluationMixin:
         across = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False
         try:
-            found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            with local_metrics(self, share=float(items)) as metrics:
+                found = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.average_tokens_across_devices = across
+        tally.metrics.append(metrics)
         tally.add(found[0], items)
         return found
 

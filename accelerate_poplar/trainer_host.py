@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from .batch_metrics import local_metrics
+
 
 class TrainerHost:
     """A trainer as `PoplarRun` sees it (`run.Host`)."""
@@ -49,7 +51,7 @@ class TrainerHost:
         trainer, args = self._trainer, self._trainer.args
         before, args.average_tokens_across_devices = args.average_tokens_across_devices, False
         try:
-            with trainer.compute_loss_context_manager():
+            with local_metrics(trainer), trainer.compute_loss_context_manager():
                 inputs = trainer._prepare_inputs(dict(batch) if isinstance(batch, Mapping) else batch)
                 return trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         finally:

@@ -106,14 +106,20 @@ class ComputeClock:
 
 
 def first_layer(model: nn.Module) -> nn.Module | None:
-    """The layer whose output's gradient is the last that backward computes: the input embedding, or the first leaf."""
+    """The layer whose output's gradient is the last that backward computes.
+
+    The input embedding, or the first leaf that is trained where the embedding is frozen (adapters) or not known.
+    """
     get = getattr(model, "get_input_embeddings", None)
     if get is not None:
         try:
-            return get()  # type: ignore[no-any-return]
+            embedding = get()
         except NotImplementedError:
             return None
-    return next((m for m in model.modules() if not list(m.children()) and list(m.parameters(False))), None)
+        if embedding is None or any(p.requires_grad for p in embedding.parameters()):
+            return embedding  # type: ignore[no-any-return]
+    leaves = (module for module in model.modules() if not list(module.children()))
+    return next((leaf for leaf in leaves if any(p.requires_grad for p in leaf.parameters(False))), None)
 
 
 @dataclass

@@ -24,6 +24,8 @@ class MicroStep:
     """The collated micro-batch."""
     weight: float
     """Factor on its loss; 0 for a ghost."""
+    share: float = 0.0
+    """Its part of the items of the whole step; 0 for a ghost."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class StepWeigher:
                 # Nothing to learn here: a mean over no items would be 0/0, so a row that has some stands in.
                 batch = self.ghost
             if batch is not self.ghost or planned or self.zero_stage in LOCK_STEP_STAGES:
-                micro_steps.append(MicroStep(batch, weight))
+                micro_steps.append(MicroStep(batch, weight, count / total if weight else 0.0))
         if not micro_steps:
             micro_steps.append(MicroStep(self.ghost, 0.0))
         return WeightedStep(tuple(micro_steps), total, step.num_samples)

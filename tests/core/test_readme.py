@@ -19,7 +19,7 @@ from accelerate_poplar.cli import main
 from tests.data_folder import data_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READMES = ("README.md", "examples/llama/README.md", "examples/bert/README.md")
+READMES = ("README.md", "examples/llama/README.md", "examples/bert/README.md", "examples/sft/README.md")
 TIMEOUT_S = 400
 
 RUN_ELSEWHERE = {
@@ -93,8 +93,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 
 def test_the_launch_commands_train(launched: Launched) -> None:
-    assert len(LAUNCHES) >= 4
-    assert {path.name for path in (launched.folder / "outputs").iterdir()} >= {"llama", "bert"}
+    assert len(LAUNCHES) >= 6
+    assert {path.name for path in (launched.folder / "outputs").iterdir()} >= {"llama", "bert", "sft", "sft-packed"}
 
 
 @pytest.mark.parametrize("line", PLANNING)

@@ -17,6 +17,7 @@ from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.replan import judge, scaled
 from accelerate_poplar.step_model import break_down_plan
 from accelerate_poplar.watch import ComputeClock, RunWatch, StepRecord, append_history, event_line, first_layer
+from tests.core.tiny_models import tiny_llama
 
 
 def profile(*seconds_per_sample: float) -> ClusterProfile:
@@ -154,6 +155,17 @@ def test_the_last_layer_that_backward_reaches() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     assert first_layer(model) is model[0]
     assert first_layer(nn.ReLU()) is None
+    model[0].requires_grad_(False)
+    assert first_layer(model) is model[2]
+
+
+def test_with_a_frozen_embedding_the_clock_watches_the_first_layer_that_is_trained() -> None:
+    model = tiny_llama()
+    model.requires_grad_(False)
+    assert first_layer(model) is None
+    query = model.model.layers[0].self_attn.q_proj
+    query.requires_grad_(True)
+    assert first_layer(model) is query
 
 
 def watching(cluster: ClusterProfile | None, config: PoplarConfig | None = None) -> RunWatch:
