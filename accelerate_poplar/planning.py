@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from .comm import Ranks, decide
-from .config import PoplarConfig
+from .config import EmulationConfig, PoplarConfig
+from .device import DeviceFacts
 from .ds_config import stage_of
 from .errors import ConfigError, InsufficientMemoryError
 from .plan import Plan, RankPlan
@@ -17,6 +18,7 @@ from .state_choice import choose_plan
 from .state_refusals import refusals
 
 MANUAL = "manual"
+GIB = 1024**3
 PROFILED_STAGES = (0, 1, 2, 3)
 
 
@@ -136,6 +138,50 @@ def state_conflicts(
             "Remove state_shards from the settings, or plan again."
         )
     return problems
+
+
+def reusable_plan(
+    resumed: Plan | None,
+    profile: ClusterProfile | None,
+    *,
+    config: PoplarConfig,
+    emulation: EmulationConfig,
+    stages: tuple[int, ...],
+    facts: Sequence[DeviceFacts],
+) -> Plan | None:
+    """The checkpoint's plan where this run has the same devices and asks for nothing else.
+
+    Args:
+        resumed: The plan of the checkpoint, if there is one.
+        profile: What it was made from, if that is known.
+        config: This run's settings.
+        emulation: What its ranks pretend to be.
+        stages: The ZeRO stages it may use.
+        facts: Its devices, in rank order.
+    """
+    unchanged = (
+        resumed is not None
+        and profile is not None
+        and config.enabled
+        and not config.reprofile
+        and config.per_rank_micro_batch_sizes is None
+        and config.max_micro_batch_size is None
+        and (config.state_shards == "auto" or resumed.state_fractions == config.fractions_by_rank())
+        and resumed.strategy == config.strategy
+        and resumed.zero_stage in stages
+        and [rank.device for rank in profile.ranks] == [fact.device for fact in facts]
+        and profile.emulated == emulation.active
+    )
+    if not unchanged or profile is None:
+        return None
+    emulated = emulation.memory_gib
+    memory = [int(gib * GIB) for gib in emulated] if emulated else [fact.memory_bytes for fact in facts]
+    same_kind = all(
+        # CPU ranks share their host's memory, so a rank's part of it is not the fact.
+        not fact.device_id or abs(rank.memory_bytes - own) <= 0.01 * own
+        for rank, fact, own in zip(profile.ranks, facts, memory, strict=True)
+    )
+    return resumed if same_kind else None
 
 
 def plan_by_hand(

@@ -24,7 +24,7 @@ from .measure import explain_memory, profile_cluster
 from .memory import DTYPE_NAMES
 from .model_state import ModelSize, model_size, model_states, optimizer_tensors
 from .plan import PLAN_FILE_NAME, Plan
-from .planning import BatchRequest, candidate_stages, find_shared_plan
+from .planning import BatchRequest, candidate_stages, find_shared_plan, reusable_plan
 from .preflight import agree_on_dtype, preflight
 from .probe_data import ProbeData, sequence_length
 from .profile_cache import ProfileCache
@@ -131,13 +131,7 @@ class PoplarRun:
         """
         self._device = host.device
         quiet_third_party()
-        for fault in installed_faults() if self.ranks.rank == 0 else ():
-            warn(fault)
-        facts = preflight(self.ranks, device=host.device, timeout_s=self.config.timeout_s).facts
-        dtype = agree_on_dtype(facts, host.dtype, allow_fp16=self.config.allow_fp16)
-        if dtype is not host.dtype:
-            self.say(f"all ranks compute in {DTYPE_NAMES[dtype]}: a device lacks {DTYPE_NAMES[host.dtype]}")
-            host.use_dtype(dtype)
+        facts = self._look_at_devices(host)
         data = ProbeData(dataset, collate)
         stages = candidate_stages(self.config, self.deepspeed_config, partitioned_model=is_partitioned(host.model))
         global_batch_size = self.batch.global_batch_size(self.config, resumed=resumed, given=self.given_plan)
@@ -145,7 +139,9 @@ class PoplarRun:
             self._emulation.attach(host.model)
         with whole_parameters(host.model):
             self.loss_rule = self._agree_on_loss(host, data)
-        reusable = self._reusable(resumed, resumed_profile, stages, facts)
+        reusable = reusable_plan(
+            resumed, resumed_profile, config=self.config, emulation=self.emulation_config, stages=stages, facts=facts
+        )
         plan, self.profile = find_shared_plan(
             ranks=self.ranks,
             config=self.config,
@@ -186,37 +182,16 @@ class PoplarRun:
             )
         return plan
 
-    def _reusable(
-        self,
-        resumed: Plan | None,
-        profile: ClusterProfile | None,
-        stages: tuple[int, ...],
-        facts: Sequence[DeviceFacts],
-    ) -> Plan | None:
-        """The checkpoint's plan where this run has the same devices and asks for nothing else."""
-        config, emulated = self.config, self.emulation_config.memory_gib
-        unchanged = (
-            resumed is not None
-            and profile is not None
-            and config.enabled
-            and not config.reprofile
-            and config.per_rank_micro_batch_sizes is None
-            and config.max_micro_batch_size is None
-            and (config.state_shards == "auto" or resumed.state_fractions == config.fractions_by_rank())
-            and resumed.strategy == config.strategy
-            and resumed.zero_stage in stages
-            and [rank.device for rank in profile.ranks] == [fact.device for fact in facts]
-            and profile.emulated == self.emulation_config.active
-        )
-        if not unchanged or profile is None:
-            return None
-        memory = [int(gib * GIB) for gib in emulated] if emulated else [fact.memory_bytes for fact in facts]
-        same_kind = all(
-            # CPU ranks share their host's memory, so a rank's part of it is not the fact.
-            not fact.device_id or abs(rank.memory_bytes - own) <= 0.01 * own
-            for rank, fact, own in zip(profile.ranks, facts, memory, strict=True)
-        )
-        return resumed if same_kind else None
+    def _look_at_devices(self, host: Host) -> Sequence[DeviceFacts]:
+        """Every rank's device, found fit to train; all ranks compute in a dtype that each of them has."""
+        for fault in installed_faults() if self.ranks.rank == 0 else ():
+            warn(fault)
+        facts = preflight(self.ranks, device=host.device, timeout_s=self.config.timeout_s).facts
+        dtype = agree_on_dtype(facts, host.dtype, allow_fp16=self.config.allow_fp16)
+        if dtype is not host.dtype:
+            self.say(f"all ranks compute in {DTYPE_NAMES[dtype]}: a device lacks {DTYPE_NAMES[host.dtype]}")
+            host.use_dtype(dtype)
+        return facts
 
     def watch_loss(self, host: Host, *, dataset: Any, collate: Callable[[list[Any]], Any]) -> LossRule:
         """What the loss is a mean over, without a plan; a collective call."""
