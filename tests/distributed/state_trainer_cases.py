@@ -8,4 +8,5 @@ CASES = (
     "other_shares_refused",
     "plain_loop",
     "automatic",
+    "zero_init",
 )

@@ -12,7 +12,7 @@ from .state_trainer_cases import CASES
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_suite("state_trainer", world_size=2, folder=tmp_path_factory.mktemp("state_trainer"), timeout_s=300)
+    return run_suite("state_trainer", world_size=2, folder=tmp_path_factory.mktemp("state_trainer"), timeout_s=600)
 
 
 @pytest.mark.parametrize("name", CASES)

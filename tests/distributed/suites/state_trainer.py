@@ -18,6 +18,7 @@ from suites.common import compare, compare_parameters, history, rows, run_cases,
 
 from accelerate_poplar import ConfigError, InsufficientMemoryError, Plan, PoplarConfig, PoplarTrainer
 from accelerate_poplar.comm import connect
+from accelerate_poplar.host import start_gloo_state
 from accelerate_poplar.state_shards import held_bytes
 
 SHARES = (0.75, 0.25)
@@ -74,18 +75,18 @@ def resume(stage: int) -> list[str]:
     data, folder = rows("llama", 40), shared_folder()
     settings = {**ADAM, "save_strategy": "steps", "save_steps": 2, "output_dir": folder}
     whole = train("llama", data, trainer_kwargs=by_hand(stage, SHARES), **settings)
-    again = continued(data, f"{folder}/checkpoint-2", by_hand(stage, SHARES), **settings)
+    again = continued(data, f"{folder}/checkpoint-2", trainer_kwargs=by_hand(stage, SHARES), **settings)
     return compare_runs(again, whole, steps=2) + wrong_bytes(again.model_wrapped, SHARES)
 
 
-def continued(data: Any, checkpoint: str, trainer_kwargs: dict[str, Any], **settings: Any) -> Any:
+def continued(data: Any, checkpoint: str, **settings: Any) -> Any:
     """A new trainer that resumes from a checkpoint."""
 
     class Resumed(PoplarTrainer):
         def train(self, *args: Any, **kwargs: Any) -> Any:
             return super().train(resume_from_checkpoint=checkpoint)
 
-    return train("llama", data, trainer_class=Resumed, trainer_kwargs=trainer_kwargs, **settings)
+    return train("llama", data, trainer_class=Resumed, **settings)
 
 
 def other_shares_refused() -> list[str]:
@@ -96,7 +97,8 @@ def other_shares_refused() -> list[str]:
         settings = {**ADAM, "max_steps": 1, "save_strategy": "steps", "save_steps": 1, "output_dir": folder}
         train("llama", data, trainer_kwargs=by_hand(2, saved), **settings)
         try:
-            continued(data, f"{folder}/checkpoint-1", by_hand(2, asked), **{**settings, "max_steps": 2})
+            settings |= {"max_steps": 2, "trainer_kwargs": by_hand(2, asked)}
+            continued(data, f"{folder}/checkpoint-1", **settings)
             problems.append(f"{saved} was loaded into {asked}")
         except ConfigError as error:
             problems += [] if "a rank would load another rank's state" in str(error) else [str(error)]
@@ -147,7 +149,7 @@ def automatic() -> list[str]:
     gib = 16 * parameters / 0.9 / 2**30
     data, folder = rows("llama", 40), shared_folder()
 
-    def run(state_shards: str) -> Any:
+    def run(state_shards: str, resume: bool = False) -> Any:
         common.set_seed(3)
         config = PoplarConfig(
             zero_stage=2,
@@ -155,16 +157,17 @@ def automatic() -> list[str]:
             state_shards=state_shards,
             profile_budget_s=1.0,
             cache_dir=tempfile.mkdtemp(),
-            report=True,
+            reprofile=True,
         )
-        return train(
-            "llama",
-            data,
-            model=model(),
-            trainer_kwargs={"poplar_config": config},
-            output_dir=folder,
-            max_steps=STEPS,
-        )
+        settings = {
+            "model": model(),
+            "trainer_kwargs": {"poplar_config": config},
+            "output_dir": folder,
+            "max_steps": STEPS,
+            "save_strategy": "steps",
+            "save_steps": 2,
+        }
+        return continued(data, f"{folder}/checkpoint-2", **settings) if resume else train("llama", data, **settings)
 
     with mock.patch.dict(os.environ, {"POPLAR_EMULATE_MEMORY_GIB": f"{4 * gib},{gib}"}):
         try:
@@ -173,6 +176,7 @@ def automatic() -> list[str]:
         except InsufficientMemoryError as error:
             problems = [] if "rank 1" in str(error) else [f"rank 1 is not named: {error}"]
         trainer = run("auto")
+        again = run("auto", resume=True)
     plan = trainer.poplar.plan
     if plan.state_fractions is None or plan.state_fractions[1] > 0.4:
         return [*problems, f"shares {plan.state_fractions}"]
@@ -182,7 +186,50 @@ def automatic() -> list[str]:
     common.set_seed(3)
     want = common.reference("llama", data, 8, steps=STEPS, optimizer="sgd", model=model())
     problems += compare("loss", history(trainer, "loss"), want.losses)
+    problems += compare("loss of the resumed run", history(again, "loss"), want.losses)
+    if again.poplar.plan.state_fractions != plan.state_fractions:
+        problems.append(f"resumed on shares {again.poplar.plan.state_fractions}, saved on {plan.state_fractions}")
     return problems + wrong_bytes(trainer.model_wrapped, plan.state_fractions)
+
+
+def zero_init() -> list[str]:
+    """A model that `from_pretrained` has partitioned evenly is cut again; evaluation and `save_model` see it whole."""
+    import transformers
+    from safetensors.torch import load_file
+
+    folder = shared_folder()
+
+    def run(state_shards: Any) -> tuple[Any, float, dict[str, Any]]:
+        common.reset_host()
+        start_gloo_state()
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        settings = {
+            **dict.fromkeys(keys, "auto"),
+            "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+            "zero_allow_untested_optimizer": True,
+        }
+        args = common.arguments(folder, deepspeed=settings, accelerator_config={"use_configured_state": True}, **ADAM)
+        model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/base")
+        if not all(hasattr(p, "ds_id") for p in model.parameters()):
+            problems.append("the model was not partitioned")
+        data = {"train_dataset": rows("llama", 40), "eval_dataset": rows("llama", 6), "data_collator": common.collate}
+        trainer = PoplarTrainer(model=model, args=args, **data, **by_hand(3, state_shards))
+        trainer.train()
+        loss = trainer.evaluate()["eval_loss"]
+        trainer.save_model(f"{folder}/{state_shards}")
+        connect(60.0).gather(None)
+        return trainer, loss, load_file(f"{folder}/{state_shards}/model.safetensors")
+
+    problems: list[str] = []
+    common.reset_host()
+    if connect(60.0).rank == 0:
+        common.new_model("llama").save_pretrained(f"{folder}/base")
+    connect(60.0).gather(None)
+    even, even_loss, even_weights = run("even")
+    uneven, loss, weights = run(SHARES)
+    problems += compare_runs(uneven, even) + wrong_bytes(uneven.model_wrapped, SHARES)
+    problems += [] if loss == even_loss else [f"evaluated to {loss}, expected {even_loss}"]
+    return problems + compare_parameters(weights, even_weights, rtol=0.0)
 
 
 def table() -> dict[str, Callable[[], Any]]:
@@ -194,6 +241,7 @@ def table() -> dict[str, Callable[[], Any]]:
         "other_shares_refused": other_shares_refused,
         "plain_loop": plain_loop,
         "automatic": automatic,
+        "zero_init": zero_init,
     }
     if set(CASES) != set(found):
         raise KeyError(f"state_trainer_cases.py and this suite differ: {sorted(set(CASES) ^ set(found))}")
