@@ -1,4 +1,4 @@
-"""What every test process is given: no network, one compute thread."""
+"""What every test process is given: no network, one compute thread, no compiler unless it asks."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ ONE_HALF = {
 # Set before any test imports torch or a hub client; processes that tests start inherit them.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# DeepSpeed compiles its Muon optimizer when it makes any engine: the import of the compiler alone takes seconds in every
+# rank. Tests of compiled models take the switch away.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ.pop("POPLAR_CONFIG", None)
 
 

@@ -90,7 +90,10 @@ def test_the_curve_is_the_scripted_one() -> None:
 
 
 @pytest.mark.parametrize("by_accelerate", [False, True])
-def test_compiling_for_a_new_size_is_not_counted_as_its_time(by_accelerate: bool) -> None:
+def test_compiling_for_a_new_size_is_not_counted_as_its_time(
+    by_accelerate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     model = Plain()
     compilations = []
 

@@ -398,6 +398,7 @@ def speed_of_real_samples() -> list[str]:
 def compiled() -> list[str]:
     """A model that Accelerate compiles is profiled and trained compiled, with the same result."""
     plain = train("llama", rows("llama", 32), trainer_kwargs=plan_of(1, [[3], [1]]))
+    switch = os.environ.pop("TORCHDYNAMO_DISABLE", None)
     with tempfile.TemporaryDirectory() as folder:
         settings = PoplarConfig(
             global_batch_size=4, zero_stage=1, report=False, cache_dir=folder, profile_budget_s=3.0, enabled=True
@@ -409,6 +410,8 @@ def compiled() -> list[str]:
             torch_compile=True,
             torch_compile_backend="aot_eager",
         )
+    if switch is not None:
+        os.environ["TORCHDYNAMO_DISABLE"] = switch
     problems = compare("loss", history(other, "loss"), history(plain, "loss"))
     problems += compare_parameters(common.parameters(other), common.parameters(plain), rtol=1e-4)
     if not other.model_wrapped.is_compiled:
