@@ -6,10 +6,13 @@ group, set up before the host library looks, gives it the right world.
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend
 from transformers import TrainingArguments
@@ -33,6 +36,9 @@ def start_gloo_state(timeout_s: float = 1800.0) -> PartialState:
     Args:
         timeout_s: Time limit of the group's collectives, in seconds.
     """
+    # Registered once, however often this is called.
+    atexit.unregister(_leave_group)
+    atexit.register(_leave_group)
     if PartialState._shared_state:
         state = PartialState()
         # Asked for DeepSpeed without a backend, Accelerate has set up a state that believes it is alone.
@@ -42,6 +48,20 @@ def start_gloo_state(timeout_s: float = 1800.0) -> PartialState:
     GradientState._reset_state()
     with deepspeed_switch():
         return PartialState(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def _leave_group() -> None:
+    """Take the process group down before the interpreter goes: gloo's threads may otherwise abort the process then.
+
+    Not after an unhandled exception, when a rank must not wait for anything.
+    """
+    if (
+        dist.is_available()
+        and dist.is_initialized()
+        and not hasattr(sys, "last_exc")
+        and not hasattr(sys, "last_type")
+    ):
+        dist.destroy_process_group()
 
 
 def prepare_arguments(args: TrainingArguments) -> None:
