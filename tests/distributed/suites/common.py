@@ -335,7 +335,7 @@ def run_cases(cases: dict[str, Callable[[], Any]]) -> None:
         reports = ranks.gather(own)
         results[name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(reports) if text)
         if ranks.rank == 0:
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)  # case_s
+            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         if ranks.rank == 0 and results[name]:
             print(f"FAILED {name}: {results[name]}", flush=True)
     if ranks.rank == 0:
