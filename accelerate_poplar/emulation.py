@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .allocations import AllocationCounter
 from .errors import ConfigError
+from .inspection import num_elements, tensors_in
 
 _SMALLEST_SLEEP_S = 2e-3
 """Shorter debts wait for more: a sleep ends some 60 microseconds late and leaves the processor cold."""
@@ -38,6 +39,8 @@ _PASSES_REMEMBERED = 8
 """Latest passes with pauses that the others are compared with."""
 _SMALLEST_RATIO = 0.5
 """Pauses are never taken to have made compute more than twice as slow: beyond, something else slowed it."""
+_LARGEST_LAG = 1.0
+"""Passes that a rank may be behind and make up for later; what it is behind beyond is lost."""
 
 
 class Emulation:
@@ -93,8 +96,19 @@ class Emulation:
         self._attached[model] = handle
         return handle
 
+    def expect(self, seconds: float | None) -> None:
+        """Say how long the passes from here on take on the pretended device, forward and backward together.
+
+        So a device that was profiled stays what the profile says, whatever else the machine does meanwhile.
+
+        Args:
+            seconds: As slow as the rank pretends to be; 0 = as fast as they can; None = as many times what such passes
+                took when they were first seen as the rank is slowed.
+        """
+        self._pacer.expected_s = seconds
+
     def compute_time(self) -> float:
-        """Processor seconds of this thread, as many as the pretended rank would have needed, since some moment."""
+        """Seconds that the passes since some moment have taken on the pretended device, without waiting for others."""
         return self._pacer.paced_s()
 
     @contextlib.contextmanager
@@ -164,9 +178,10 @@ class EmulationHandle:
 class _Pacer:
     """Keeps the debt of sleep a rank owes for its compute.
 
-    Compute between pauses is slower than compute in one go, since caches have gone cold: multiplied as it is, it would
-    slow the rank by more than was asked. The first passes of each size therefore run in one go and sleep at their end;
-    what later ones take more than those is not multiplied.
+    Compute between pauses is slower than compute in one go, since caches have gone cold, and on a machine that others
+    share, or whose cores share a power limit, it is slower while the other ranks compute: multiplied as it is, it would
+    make the pretended device's speed depend on what its peers do. The first passes of each size therefore run in one go
+    and sleep at their end; later ones take, as on a device of its own, as many times what those took as was asked.
     """
 
     def __init__(
@@ -183,16 +198,19 @@ class _Pacer:
         self._seen = 0.0
         self._debt_s = 0.0
         self._piece_s = _SMALLEST_SLEEP_S
+        self.expected_s: float | None = None
+        self._wanted_s: float | None = None
         self._sizes: dict[int, _PassTimes] = {}
         self._pass = _PassTimes()
         self._pass_s = 0.0
+        self._pass_paced_s = 0.0
         self._rate = slowdown
         self._paced_s = 0.0
         self._in_one_go = False
         self._in_pass = False
 
     def paced_s(self) -> float:
-        """Seconds of compute as slow as the rank pretends to be, since some moment; pauses are not waited for."""
+        """Seconds of forward and backward as slow as the rank pretends to be, since some moment."""
         self._advance()
         return self._paced_s
 
@@ -205,10 +223,14 @@ class _Pacer:
         # A model may run forward twice before backward, and a backward pass may have failed.
         self._pay()
         self._pass = self._sizes.setdefault(size, _PassTimes())
-        self._in_one_go = len(self._pass.in_one_go_s) < _PASSES_IN_ONE_GO
-        self._rate = max(self._slowdown * self._ratio_of(size), 1.0)
-        self._piece_s = max(_SMALLEST_SLEEP_S, (self._rate - 1.0) * self._pass.typical_s / _SLEEPS_PER_PASS)
-        self._pass_s = 0.0
+        self._in_one_go = self.expected_s is None and len(self._pass.in_one_go_s) < _PASSES_IN_ONE_GO
+        if self.expected_s is not None:
+            self._wanted_s = self.expected_s
+        else:
+            self._wanted_s = None if self._in_one_go else self._slowdown * self._pass.typical_s
+        self._rate = max(self._rate_of(size), 1.0)
+        self._piece_s = max(_SMALLEST_SLEEP_S, (1.0 - 1.0 / self._rate) * (self._wanted_s or 0.0) / _SLEEPS_PER_PASS)
+        self._pass_s = self._pass_paced_s = 0.0
         self._in_pass = True
 
     def tick(self, *, settle: bool = False) -> None:
@@ -228,6 +250,12 @@ class _Pacer:
 
     def backward_end(self) -> None:
         """The backward pass is through, and what both took is known."""
+        self._advance()
+        if self._wanted_s is not None:
+            # So far it was guessed how much compute was still to come.
+            error_s = self._wanted_s - self._pass_paced_s
+            self._paced_s += error_s
+            self._debt_s = max(self._debt_s + error_s, -_LARGEST_LAG * self._wanted_s)
         self.tick(settle=True)
         self._in_pass = False
         (self._pass.in_one_go_s if self._in_one_go else self._pass.with_pauses_s).append(self._pass_s)
@@ -236,9 +264,10 @@ class _Pacer:
         """Count the compute since the last call."""
         now = self._compute_clock()
         compute_s, self._seen = now - self._seen, now
-        self._paced_s += self._rate * compute_s
         if self._in_pass:
             self._pass_s += compute_s
+            self._paced_s += self._rate * compute_s
+            self._pass_paced_s += self._rate * compute_s
             self._debt_s += (self._rate - 1.0) * compute_s
 
     def _pay(self) -> None:
@@ -249,14 +278,17 @@ class _Pacer:
             self._debt_s -= self._clock() - start
         self._seen = self._compute_clock()
 
-    def _ratio_of(self, size: int) -> float:
-        """Compute in one go over compute with pauses; of the nearest size where this one has not shown it yet."""
-        if self._in_one_go:
-            return 1.0
+    def _rate_of(self, size: int) -> float:
+        """Pretended over real seconds of the pass that begins, as far as passes before it tell."""
+        if self._wanted_s is None:
+            return self._slowdown
+        usual_s = self._pass.usual_with_pauses_s
+        if usual_s is not None:
+            return self._wanted_s / usual_s
         known = {other: times.ratio for other, times in self._sizes.items() if times.ratio is not None}
         if not known:
-            return 1.0
-        return known[min(known, key=lambda other: abs(math.log(max(other, 1) / max(size, 1))))]
+            return self._slowdown
+        return self._slowdown * known[min(known, key=lambda other: abs(math.log(max(other, 1) / max(size, 1))))]
 
 
 class _PassTimes:
@@ -274,11 +306,17 @@ class _PassTimes:
         )
 
     @property
+    def usual_with_pauses_s(self) -> float | None:
+        """Median of the latest passes with pauses; None while too few are known."""
+        return max(statistics.median(self.with_pauses_s), 1e-9) if len(self.with_pauses_s) > 1 else None
+
+    @property
     def ratio(self) -> float | None:
         """Compute in one go over compute with pauses; None while too few passes are known."""
-        if len(self.in_one_go_s) < _PASSES_IN_ONE_GO or len(self.with_pauses_s) < 2:
+        usual_s = self.usual_with_pauses_s
+        if len(self.in_one_go_s) < _PASSES_IN_ONE_GO or usual_s is None:
             return None
-        return min(max(self.typical_s / max(statistics.median(self.with_pauses_s), 1e-9), _SMALLEST_RATIO), 1.0)
+        return min(max(self.typical_s / usual_s, _SMALLEST_RATIO), 1.0)
 
 
 def _install(model: nn.Module, pacer: _Pacer) -> Iterator[RemovableHandle]:
@@ -287,7 +325,7 @@ def _install(model: nn.Module, pacer: _Pacer) -> Iterator[RemovableHandle]:
 
     def before_model(_: nn.Module, args: Any, kwargs: Any) -> None:
         backward.reset()
-        pacer.begin(sum(tensor.numel() for tensor in _tensors((args, kwargs))))
+        pacer.begin(num_elements((args, kwargs)))
 
     def after_model(_: nn.Module, __: Any, output: Any) -> None:
         pacer.forward_end(backward_follows=backward.watch(output))
@@ -320,7 +358,7 @@ class _BackwardWatch:
 
     def watch(self, output: Any) -> bool:
         """Hook every differentiable tensor of a module's output; True if there is one."""
-        differentiable = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        differentiable = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         for tensor in differentiable:
             tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         return bool(differentiable)
@@ -335,14 +373,3 @@ class _BackwardWatch:
     def _on_end(self) -> None:
         self._waiting = False
         self._pacer.backward_end()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)

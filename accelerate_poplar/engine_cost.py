@@ -135,14 +135,18 @@ def time_engine(
         dtype: Compute dtype.
         deepspeed_config: The run's; its `zero_optimization` (without offload) and gradient clipping count.
         clock: Seconds of real time.
-        emulation: Slows the husk, as it will the model.
+        emulation: What this rank pretends to be, where all ranks are slowed: the husk's passes then have a set time, the
+            same on all, in which what DeepSpeed computes inside them has room, as it will have in the model's.
     """
     import deepspeed
 
     elements = sum(full_shape(p).numel() for p in model.parameters())
     shrink = min(1.0, _LARGEST_HUSK_ELEMENTS / max(elements, 1))
     husk = Husk(model, shrink=shrink).to(device=device, dtype=dtype)
-    handle = emulation.attach(husk) if emulation is not None else None
+    handle = None
+    if emulation is not None:
+        handle = emulation.attach(husk)
+        emulation.expect(0.0)
     x = torch.zeros(1, device=device, dtype=dtype)
     own_s = _time_rounds(lambda: husk(x).sum().backward(), device, clock)
     for parameter in husk.parameters():
@@ -153,9 +157,14 @@ def time_engine(
             optimizer=torch.optim.AdamW([p for p in husk.parameters() if p.requires_grad], lr=0.0),
             config=_engine_config(zero_stage, world_size, dtype, deepspeed_config or {}, shrink, elements),
         )
+        if emulation is not None:
+            inner_s, _ = _time_steps(engine, x, device, clock)
+            own_s = _largest(emulation.slowdown * inner_s, device)
+            emulation.expect(own_s)
         inner_s, last_s = _time_steps(engine, x, device, clock)
         engine.destroy()
     if handle is not None:
+        emulation.expect(None)
         handle.remove()
     return EngineTimes(micro_step_s=max(0.0, inner_s - own_s), step_s=max(0.0, last_s - inner_s), shrink=shrink)
 
@@ -173,6 +182,13 @@ def _time_steps(engine: Any, x: torch.Tensor, device: torch.device, clock: Clock
             synchronize(device)
             seconds.append(clock() - start)
     return statistics.median(inner[_WARM_UP_ROUNDS:]), statistics.median(last[_WARM_UP_ROUNDS:])
+
+
+def _largest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    found = torch.tensor(value, device=device, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _time_rounds(run: Callable[[], object], device: torch.device, clock: Clock) -> float:

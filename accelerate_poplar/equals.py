@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .profiles import Measurement
@@ -56,9 +57,13 @@ def share_curves(
     """
     if slowdowns is not None:
         own = [_times(points[rank], 1.0 / factor) for rank, factor in enumerate(slowdowns)]
-        shared, _ = _share(own, kinds, _SHARED_WITHIN_EMULATED)
+        # Where all are slowed, pauses leave room for what else the machine does: the fastest is undisturbed.
+        if min(slowdowns) > 1.0:
+            shared, _ = _share(own, kinds, math.inf, min)
+        else:
+            shared, _ = _share(own, kinds, _SHARED_WITHIN_EMULATED, statistics.median)
         return [_times(shared[rank], factor) for rank, factor in enumerate(slowdowns)], []
-    return _share(points, kinds, _SHARED_WITHIN)
+    return _share(points, kinds, _SHARED_WITHIN, statistics.median)
 
 
 def _times(points: Sequence[Measurement], factor: float) -> tuple[Measurement, ...]:
@@ -66,7 +71,10 @@ def _times(points: Sequence[Measurement], factor: float) -> tuple[Measurement, .
 
 
 def _share(
-    points: Sequence[tuple[Measurement, ...]], kinds: Sequence[Hashable], within: float
+    points: Sequence[tuple[Measurement, ...]],
+    kinds: Sequence[Hashable],
+    within: float,
+    merge: Callable[[Iterable[float]], float],
 ) -> tuple[list[tuple[Measurement, ...]], list[Straggler]]:
     result = list(points)
     stragglers: list[Straggler] = []
@@ -90,14 +98,16 @@ def _share(
             if factors[rank] >= _STRAGGLER_FROM
         ]
         alike = [rank for rank in members if abs(factors[rank] - 1.0) <= within]
-        shared = _median_points([points[rank] for rank in alike])
+        shared = _merged_points([points[rank] for rank in alike], merge)
         for rank in alike if len(alike) > 1 else []:
             result[rank] = shared
     return result, stragglers
 
 
-def _median_points(points: Sequence[tuple[Measurement, ...]]) -> tuple[Measurement, ...]:
-    """The median of each size; sizes that only some have measured are left out where all have measured larger ones."""
+def _merged_points(
+    points: Sequence[tuple[Measurement, ...]], merge: Callable[[Iterable[float]], float]
+) -> tuple[Measurement, ...]:
+    """One time for each size; sizes that only some have measured are left out where all have measured larger ones."""
     reach = min(own[-1].micro_batch_size for own in points)
     by_size: dict[int, list[Measurement]] = {}
     for point in sorted((p for own in points for p in own), key=lambda p: p.micro_batch_size):
@@ -105,7 +115,7 @@ def _median_points(points: Sequence[tuple[Measurement, ...]]) -> tuple[Measureme
     return tuple(
         Measurement(
             micro_batch_size=size,
-            step_time_s=statistics.median(p.step_time_s for p in found),
+            step_time_s=merge(p.step_time_s for p in found),
             peak_memory_bytes=max(p.peak_memory_bytes for p in found),
         )
         for size, found in by_size.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,3 +56,20 @@ def shortened(batch: Any) -> Any:
 def moved(batch: Any, device: torch.device) -> Any:
     """The batch with its tensors on a device."""
     return send_to_device(batch, device)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of a batch or a model's output, also inside mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def num_elements(batch: Any) -> int:
+    """Elements of all tensors of a batch."""
+    return sum(tensor.numel() for tensor in tensors_in(batch))

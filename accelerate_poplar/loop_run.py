@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from .comm import decide
 from .console import warn
 from .errors import ConfigError
+from .inspection import tensors_in
 from .loss import MEAN, SUM, LossRule, has_token_labels
 from .memory import map_tensors
 from .probe_data import ProbeData
@@ -159,21 +160,10 @@ def loss_of(outputs: Any) -> torch.Tensor | None:
 
 def _stand_in(outputs: Any) -> torch.Tensor:
     """A scalar through which every differentiable output is reached, for timing only."""
-    parts = [tensor.float().square().mean() for tensor in _tensors(outputs) if tensor.requires_grad]
+    parts = [tensor.float().square().mean() for tensor in tensors_in(outputs) if tensor.requires_grad]
     if not parts:
         raise ConfigError(
             "the model's outputs hold no tensor with a gradient, so it cannot be profiled. Give "
             "PoplarAccelerator(loss_fn=...), a function (model, batch) -> the loss of the loop."
         )
     return torch.stack(parts).sum()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)

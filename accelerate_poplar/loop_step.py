@@ -109,7 +109,7 @@ class LoopStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around one pass through the loop's body; names the rank where memory runs out."""
-        with self.run.micro_step(self.loop_model):
+        with self.run.micro_step(self.loop_model, self.micro_step and self.micro_step.batch):
             yield
 
     def engine_step(self) -> None:

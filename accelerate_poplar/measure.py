@@ -140,6 +140,7 @@ def profile_cluster(
         deepspeed_config=deepspeed_config,
         compile_options=compile_options,
         uneven_state=uneven_state,
+        all_slowed=all(ranks.gather(emulation is not None and emulation.slowdown > 1.0)),
     )
     facts = ranks.gather(device_facts(device))
     parts = _cache_parts(request, facts, seq_len)
@@ -183,7 +184,7 @@ def _measure(
                 dtype=request.dtype,
                 deepspeed_config=request.deepspeed_config,
                 clock=request.clock,
-                emulation=request.emulation,
+                emulation=request.emulation if request.all_slowed else None,
                 progress=request.progress,
             )
     free_memory(request.device)

@@ -136,11 +136,13 @@ class TimedSizes:
     """Largest size left after memory ran out in spite of the prediction; None when it never did."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Sizes that failed for another reason, and why."""
+    summary: Callable[[Sequence[float]], float] = statistics.median
+    """What stands for the repeats of one size."""
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Median seconds by micro-batch size, in increasing order of size."""
-        return {size: statistics.median(self.repeats[size]) for size in sorted(self.repeats)}
+        """The summary by micro-batch size, in increasing order of size."""
+        return {size: self.summary(self.repeats[size]) for size in sorted(self.repeats)}
 
     @property
     def fresh(self) -> list[int]:
@@ -171,6 +173,7 @@ def time_sizes(
     out_of_time: Callable[[], bool],
     recover: Callable[[], None],
     progress: Callable[[str], None],
+    summary: Callable[[Sequence[float]], float] = statistics.median,
 ) -> TimedSizes:
     """Time the sizes the picker asks for, then all in rounds, then those in doubt, until time is up.
 
@@ -187,11 +190,12 @@ def time_sizes(
         out_of_time: True when nothing more may be started.
         recover: Called after a size failed.
         progress: Told which size is next.
+        summary: What stands for the repeats of one size.
 
     Raises:
         RuntimeError, ValueError: The first two sizes failed, and not for lack of memory.
     """
-    timing = _Timing(timer, picker, out_of_time, recover, progress)
+    timing = _Timing(timer, picker, out_of_time, recover, progress, TimedSizes(summary=summary))
     timing.run(relative_error)
     return timing.result
 
@@ -205,7 +209,7 @@ class _Timing:
     out_of_time: Callable[[], bool]
     recover: Callable[[], None]
     progress: Callable[[str], None]
-    result: TimedSizes = field(default_factory=TimedSizes)
+    result: TimedSizes
 
     def run(self, relative_error: float) -> None:
         """Until all is known, or time is up."""
@@ -257,7 +261,7 @@ class _Timing:
 
     def _tell(self, size: int) -> None:
         repeats = self.result.repeats[size]
-        self.picker.tell(size, statistics.median(repeats), standard_error(repeats))
+        self.picker.tell(size, self.result.summary(repeats), standard_error(repeats))
 
 
 def is_out_of_memory(problem: BaseException) -> bool:

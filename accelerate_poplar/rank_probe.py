@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,9 @@ class ProfileRequest:
     uneven_state: bool = False
     """True: a rank may hold less than an even share of the training state, so that even shares do not decide whether it
     can take part."""
+    all_slowed: bool = False
+    """True where every rank is emulated slower than it is: the fastest repeat of a size is then what counts, since the
+    pauses leave room for whatever else the machine does."""
 
 
 @dataclass(kw_only=True)
@@ -305,6 +309,7 @@ class RankProber:
             out_of_time=lambda: self.request.clock() > self.deadline,
             recover=stepper.recover,
             progress=self.request.progress,
+            summary=min if self.request.all_slowed else statistics.median,
         )
 
     def _stepper(self) -> MicroStepper:

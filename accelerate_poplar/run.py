@@ -23,6 +23,7 @@ from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
 from .measure import explain_memory, profile_cluster
 from .memory import DTYPE_NAMES
 from .model_state import ModelSize, model_size, model_states, optimizer_tensors
+from .pacing import ProfiledPace
 from .plan import PLAN_FILE_NAME, Plan
 from .planning import BatchRequest, candidate_stages, find_shared_plan, reusable_plan
 from .preflight import agree_on_dtype, preflight
@@ -104,6 +105,8 @@ class PoplarRun:
         self.clock: ComputeClock | None = None
         self.watch: RunWatch | None = None
         self._emulation = self._make_emulation()
+        self._pace: ProfiledPace | None = None
+        self._row: Any = None
         self._device = torch.device("cpu")
 
     # ---- before training ----------------------------------------------------------------------------------------
@@ -171,6 +174,10 @@ class PoplarRun:
         self.model_size = model_size(host.model)
         for straggler in getattr(self.profile, "stragglers", ()):
             self.say(str(straggler))
+        if self._emulation is not None:
+            self._row = data.longest(1)
+        if self.profile is not None:
+            self.pace_by(self.profile)
         self._start_watching(host, plan)
         if self.ranks.rank == 0:
             states = model_states(self.model_size, dtype=host.dtype, zero_stage=plan.zero_stage, world_size=1)
@@ -298,17 +305,32 @@ class PoplarRun:
             memory_bytes=int(config.memory_gib[rank] * GIB) if config.memory_gib else None,
         )
 
+    def pace_by(self, profile: ClusterProfile) -> None:
+        """Let an emulated rank take as long as a profile says, from now on; called after `prepare`.
+
+        Args:
+            profile: Of the plan's stage and the run's rows; the run's own is used without being asked for.
+        """
+        if self._emulation is not None:
+            self._pace = ProfiledPace(
+                profile, zero_stage=self.plan.zero_stage, rank=self.ranks.rank, row=self._row
+            )
+
     # ---- while training -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def micro_step(self, model: nn.Module) -> Iterator[None]:
+    def micro_step(self, model: nn.Module, batch: Any) -> Iterator[None]:
         """Around each forward and backward pass; names the rank where it runs out of memory.
+
+        Args:
+            model: The model, wrapped or not.
+            batch: The micro-batch.
 
         Raises:
             RankError: The device is out of memory.
         """
         try:
-            with self._memory_cap(model):
+            with self._memory_cap(model), self._paced(batch):
                 yield
         except torch.OutOfMemoryError as error:
             sizes = list(self.plan.ranks[self.ranks.rank].micro_batch_sizes) if self.plan else []
@@ -316,6 +338,18 @@ class PoplarRun:
                 f"rank {self.ranks.rank}: out of memory while running micro-batches of {sizes} samples ({error}). "
                 "Lower max_micro_batch_size or memory_fraction for this rank in the Poplar settings."
             ) from error
+
+    @contextmanager
+    def _paced(self, batch: Any) -> Iterator[None]:
+        """Around a pass: an emulated rank takes as long as its profile says."""
+        if self._emulation is None or self._pace is None or batch is None:
+            yield
+            return
+        self._emulation.expect(self._pace.seconds(batch))
+        try:
+            yield
+        finally:
+            self._emulation.expect(None)
 
     def _memory_cap(self, model: nn.Module) -> AbstractContextManager[None]:
         memory = getattr(self.profile, "memory", ())

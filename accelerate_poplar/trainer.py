@@ -270,7 +270,7 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
             run = partial(super().training_step, model, self._poplar_inputs(micro_step), num_items_in_batch)
             with (
                 self._weighted(micro_step),
-                self.poplar.micro_step(model),
+                self.poplar.micro_step(model, micro_step.batch),
                 self._deferred_reduction(model, last),
                 local_metrics(self, share=micro_step.share) as found,
             ):

@@ -30,9 +30,8 @@ class ComputeClock:
     """How long this rank computes, without the time it waits for others.
 
     Forward, and backward up to the gradient of the embedding's output (the last thing backward needs before the gradients
-    are reduced), are timed on the device. On a CPU, processor time stands in where that would be wrong: at ZeRO-3, where
-    ranks meet inside both passes, and on an emulated rank, which may pause later. On a GPU such waits cannot be told
-    apart and are counted.
+    are reduced), are timed on the device. On a CPU at ZeRO-3, where ranks meet inside both passes, processor time stands
+    in; an emulated rank knows what its passes take. On a GPU such waits cannot be told apart and are counted.
 
     Args:
         model: The model; hooks are added to it.
@@ -40,7 +39,7 @@ class ComputeClock:
         waits_inside: True where the passes contain collectives (ZeRO-3).
         clock: Real time, in seconds.
         thread_clock: Processor time of this thread, in seconds.
-        emulation: What the rank pretends to be; its processor time replaces the thread's.
+        emulation: What the rank pretends to be; its own time of passes replaces the clocks.
     """
 
     def __init__(
@@ -62,7 +61,8 @@ class ComputeClock:
         self._start: Any = None
         self._end: Any = None
         self._hooks: list[RemovableHandle] = [model.register_forward_pre_hook(self._begin)]
-        first = first_layer(model)
+        # What an emulated rank's passes have taken is known when they are over.
+        first = None if slowed else first_layer(model)
         if first is not None:
             self._hooks.append(first.register_forward_hook(self._watch_gradient))
 

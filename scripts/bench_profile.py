@@ -1,13 +1,14 @@
 """How well profiling predicts: the predicted step time against the measured median of real runs, and what it cost.
 
     python scripts/bench_profile.py                       two CPU ranks emulated 1 : 3, three emulated 1 : 1.5 : 4
-    python scripts/bench_profile.py --slowdown 1,3 --zero_stages 2 --steps 5        a quick look
+    python scripts/bench_profile.py --slowdown 2,6 --zero_stages 2 --steps 5        a quick look
     python scripts/bench_profile.py --check               exit with 1 where a prediction is off by more than 5%
 
 Every setting is profiled once, for all stages, and then trained at every stage under the plan found. A measured step goes
 from the end of one optimizer step of PoplarTrainer to the end of the next, with everything in between. Beside it stand the
 micro-steps and seconds profiling took, and what timing every size up to the cap would have taken. Figures taken on
-slowed ranks are emulated, and say so. Give the machine nothing else to do meanwhile.
+slowed ranks are emulated, and say so: such a rank takes what its profile says for forward and backward, whatever else
+the machine does, so what is tested is the rest of the prediction. Give the machine nothing else to do meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--slowdown", nargs="+", default=["1,3", "1,1.5,4"], help="emulated factors of every setting, one per rank"
+        "--slowdown",
+        nargs="+",
+        default=["2,6", "3,4.5,12"],
+        help="emulated factors of every setting, one per rank; all above 1, so that a busy machine slows none further "
+        "(default 2,6 3,4.5,12)",
     )
     parser.add_argument("--model", default="llama", choices=("llama", "bert"))
     parser.add_argument("--layers", type=int, default=4)

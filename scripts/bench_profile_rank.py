@@ -143,6 +143,8 @@ def run(job: Mapping[str, Any], measured: MeasuredProfile, stage: int, global_ba
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(job, folder, stage, PoplarConfig(replan="off", report=False), plan, clock)
+        trainer.poplar_prepare()
+        trainer.poplar.pace_by(measured)
         trainer.train()
     del trainer
     gc.collect()

@@ -148,6 +148,40 @@ def test_caches_that_pauses_left_cold_do_not_count_as_compute() -> None:
     assert world.elapsed_s - start == pytest.approx(20 * 3 * 40 * 0.030, rel=0.03)
 
 
+@pytest.mark.parametrize("factor", [0.7, 1.3, 2.0])
+def test_what_else_slows_or_frees_the_machine_does_not_change_the_pretended_device(factor: float) -> None:
+    world = World()
+    model = Deep(world)
+    emulation = world.emulation(3.0)
+    emulation.attach(model)
+    run_in(model)
+    for layer in model.layers:
+        layer.forward_s, layer.backward_s = 0.010 * factor, 0.020 * factor
+    start, paced = world.elapsed_s, emulation.compute_time()
+    for _ in range(20):
+        step(model, torch.ones(2))
+    assert world.elapsed_s - start == pytest.approx(20 * 3 * 6 * 0.030, rel=0.03)
+    assert emulation.compute_time() - paced == pytest.approx(20 * 3 * 6 * 0.030, rel=0.03)
+
+
+def test_a_machine_slower_than_the_pretended_device_owes_nothing_later() -> None:
+    world = World()
+    model = Deep(world)
+    world.emulation(1.5).attach(model)
+    run_in(model)
+    for layer in model.layers:
+        layer.forward_s, layer.backward_s = 0.030, 0.060
+    for _ in range(20):
+        step(model, torch.ones(2))
+    for layer in model.layers:
+        layer.forward_s, layer.backward_s = 0.010, 0.020
+    for _ in range(4):
+        step(model, torch.ones(2))
+    start = world.elapsed_s
+    step(model, torch.ones(2))
+    assert world.elapsed_s - start == pytest.approx(1.5 * 6 * 0.030)
+
+
 def test_two_forward_passes_before_backward_are_slowed_both() -> None:
     world = World()
     model = Deep(world)
@@ -307,3 +341,18 @@ def test_runs_out_in_forward_and_in_backward(where: str) -> None:
             loss = model(x).pow(2).sum()
             with pytest.raises(torch.OutOfMemoryError):
                 loss.backward()
+
+
+def test_a_pass_takes_what_was_said_it_takes() -> None:
+    world = World()
+    model = Deep(world)
+    emulation = world.emulation(3.0)
+    emulation.attach(model)
+    for wanted in (0.5, 0.4, None):
+        emulation.expect(wanted)
+        start, paced = world.elapsed_s, emulation.compute_time()
+        for _ in range(8):
+            step(model, torch.ones(2))
+        expected = 8 * (3 * 6 * 0.030 if wanted is None else wanted)
+        assert world.elapsed_s - start == pytest.approx(expected, rel=1e-6)
+        assert emulation.compute_time() - paced == pytest.approx(expected, rel=1e-6)
