@@ -92,17 +92,18 @@ def measure_stages(
     if any(share > 0.0 for share in missing.values()):
         progress("communication")
         rest = time_collectives(model_size(model), ranks=ranks, device=device, dtype=dtype, clock=clock)
-    everywhere = ranks.gather({stage: (t.micro_step_s, t.step_s) for stage, t in measured.items()})
+    everywhere = ranks.gather({stage: (t.micro_step_s, t.step_s, t.overlap) for stage, t in measured.items()})
     result = {}
     for stage in zero_stages:
         micro_step_s, step_s = (max(times[stage][part] for times in everywhere) for part in (0, 1))
+        overlap = min(times[stage][2] for times in everywhere)
         if rest is not None:
             whole = communication_of(rest, stage)
             micro_step_s += missing[stage] * whole.per_micro_step_s
             step_s += missing[stage] * whole.per_step_s
         # Stages 0 and 1 have no per-micro-step term in the step-time model: a step has at least one micro-step.
         result[stage] = (
-            StageTimes(per_micro_step_s=micro_step_s, per_step_s=step_s)
+            StageTimes(per_micro_step_s=micro_step_s, per_step_s=step_s, overlap=overlap)
             if stage >= 2
             else StageTimes(per_micro_step_s=0.0, per_step_s=micro_step_s + step_s)
         )

@@ -3,7 +3,8 @@
 The husk of a model has the same modules in the same order and parameters of the same shapes, but its forward pass
 computes nothing and its gradients are zeros. A real engine around it runs the real hooks and the real collectives of
 a ZeRO stage on the real process group; what remains after taking off the husk's own time is what the stage adds to
-every micro-step and to every optimizer step.
+every micro-step and to every optimizer step. Where communication goes on in every micro-step, the husk is run once more
+with as much stand-in compute in its layers, to see how much of the communication that hides.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 from .device import synchronize
 from .emulation import Emulation
 from .model_state import full_shape
+from .plan import LOCK_STEP_STAGES
 
 _LARGEST_HUSK_ELEMENTS = 2**23
 """Husks of larger models have all their parameters shrunk alike, to cost little memory and time."""
@@ -40,6 +42,10 @@ _SHRINKING_KEYS = (
 """Keys of `zero_optimization` that count elements, with DeepSpeed's defaults below."""
 _DEFAULT_SIZES = (5e8, 5e8, 1e5, 5e7, 1e9, 1e9)
 
+_LEAST_OVERLAP = 0.2
+_STAND_IN_SIZE, _STAND_IN_CALLS = 512, 50
+"""Rows of the square matrices that keep a GPU busy, and multiplications to time one with."""
+
 Clock = Callable[[], float]
 
 
@@ -53,23 +59,69 @@ class EngineTimes:
     """Once per optimizer step, the optimizer included."""
     shrink: float
     """Size of the husk over that of the model, above 0 up to 1; communication was timed for that share of it."""
+    overlap: float = 0.0
+    """Seconds of a micro-step's communication that one second of compute hides, 0 to 1."""
+
+
+class StandInCompute:
+    """Keeps a device busy for about as long as it is told.
+
+    Args:
+        device: A CPU is kept busy by its thread, a GPU by kernels on the current stream.
+        seconds: Of compute per call.
+        clock: Seconds of real time.
+    """
+
+    def __init__(self, device: torch.device, seconds: float, clock: Clock = time.perf_counter) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._matrix: torch.Tensor | None = None
+        if device.type != "cpu":
+            self._matrix = torch.zeros(_STAND_IN_SIZE, _STAND_IN_SIZE, device=device)
+            self._multiply(_STAND_IN_CALLS)
+            synchronize(device)
+            start = clock()
+            self._multiply(_STAND_IN_CALLS)
+            synchronize(device)
+            self._call_s = max((clock() - start) / _STAND_IN_CALLS, 1e-7)
+
+    def __call__(self, times: float = 1.0) -> None:
+        """Be busy for so many times the seconds."""
+        seconds = times * self._seconds
+        if self._matrix is not None:
+            self._multiply(round(seconds / self._call_s))
+            return
+        end = self._clock() + seconds
+        while self._clock() < end:
+            pass
+
+    def _multiply(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self._matrix, self._matrix)
 
 
 class _Touch(torch.autograd.Function):
     """Passes `x` on; its backward pass gives every parameter a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, work: Callable[[float], None] | None, *parameters: torch.Tensor
+    ) -> torch.Tensor:
         ctx.shapes = [(p.shape, p.dtype, p.device, p.requires_grad) for p in parameters]
+        ctx.work = work
+        if work is not None:
+            work(1.0)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.work is not None:
+            ctx.work(2.0)
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device) if wanted else None
             for shape, dtype, device, wanted in ctx.shapes
         ]
-        return (gradients[0], *zeros)
+        return (gradients[0], None, *zeros)
 
 
 class Husk(nn.Module):
@@ -90,6 +142,7 @@ class Husk(nn.Module):
                 elements = max(1, round(full_shape(parameter).numel() * shrink))
                 seen[id(parameter)] = nn.Parameter(torch.zeros(elements), requires_grad=parameter.requires_grad)
             self.register_parameter(name, seen[id(parameter)])
+        self.work: Callable[[float], None] | None = None
         self.is_list = type(model).forward is nn.Module.forward
         for name, child in model.named_children():
             self.add_module(name, Husk(child, shrink=shrink, _seen=seen))
@@ -98,10 +151,17 @@ class Husk(nn.Module):
         """`x` unchanged, in a graph in which every parameter has a gradient."""
         own = [p for p in self._parameters.values() if p is not None]
         if own:
-            x = _Touch.apply(x, *own)  # type: ignore[no-untyped-call]
+            x = _Touch.apply(x, self.work, *own)  # type: ignore[no-untyped-call]
         for child in _called(self):
             x = child(x)
         return x
+
+    def compute(self, seconds: float, device: torch.device, clock: Clock = time.perf_counter) -> None:
+        """Let forward and backward together take so many seconds of compute, shared out evenly; 0 = none."""
+        touched = [m for m in self.modules() if isinstance(m, Husk) and m._parameters]
+        work = StandInCompute(device, seconds / (3 * max(len(touched), 1)), clock) if seconds > 0.0 else None
+        for module in touched:
+            module.work = work
 
 
 def _called(module: Husk) -> Iterator[Husk]:
@@ -162,11 +222,31 @@ def time_engine(
             own_s = _largest(emulation.slowdown * inner_s, device)
             emulation.expect(own_s)
         inner_s, last_s = _time_steps(engine, x, device, clock)
+        overlap = 0.0
+        if zero_stage in LOCK_STEP_STAGES and emulation is None:
+            overlap = _overlap(husk, engine, x, device, clock, exposed_s=_largest(inner_s - own_s, device))
         engine.destroy()
     if handle is not None:
         emulation.expect(None)
         handle.remove()
-    return EngineTimes(micro_step_s=max(0.0, inner_s - own_s), step_s=max(0.0, last_s - inner_s), shrink=shrink)
+    return EngineTimes(
+        micro_step_s=max(0.0, inner_s - own_s), step_s=max(0.0, last_s - inner_s), shrink=shrink, overlap=overlap
+    )
+
+
+def _overlap(
+    husk: Husk, engine: Any, x: torch.Tensor, device: torch.device, clock: Clock, *, exposed_s: float
+) -> float:
+    """Share of a micro-step's communication, all of it exposed without compute, that as much compute hides."""
+    if exposed_s <= 0.0:
+        return 0.0
+    without_s, _ = _time_steps(engine, x, device, clock)
+    husk.compute(exposed_s, device, clock)
+    with_s, _ = _time_steps(engine, x, device, clock)
+    husk.compute(0.0, device)
+    hidden = 1.0 - _largest(with_s - without_s, device) / exposed_s
+    # Less than that is not told from noise; what is taken for hidden and is not would make plans too hopeful.
+    return min(hidden, 1.0) if hidden > _LEAST_OVERLAP else 0.0
 
 
 def _time_steps(engine: Any, x: torch.Tensor, device: torch.device, clock: Clock) -> tuple[float, float]:

@@ -172,7 +172,7 @@ def _measure(
         ranks_on_host=hosts.count(hosts[ranks.rank]),
         deadline=deadline,
     )
-    with undisturbed(request.model, request.device), _slowed(request.emulation, request.model):
+    with undisturbed(request.model, request.device), _not_slowed(request.emulation, request.model):
         reports = ranks.gather(prober.run())
         times = {stage: StageTimes(per_micro_step_s=0.0, per_step_s=0.0) for stage in request.zero_stages}
         if all(report.points for report in reports):
@@ -259,14 +259,17 @@ def explain_memory(profile: ClusterProfile, zero_stage: int) -> str:
 
 
 @contextlib.contextmanager
-def _slowed(emulation: Emulation | None, model: nn.Module) -> Iterator[None]:
+def _not_slowed(emulation: Emulation | None, model: nn.Module) -> Iterator[None]:
+    """A slowed rank is timed at full speed, and what it pretends to be is worked out from that."""
     if emulation is None:
         yield
         return
     with emulation.attach(model):
+        emulation.expect(0.0)
         try:
             yield
         finally:
+            emulation.expect(None)
             emulation.forget_memory()
 
 

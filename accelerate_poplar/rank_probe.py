@@ -331,8 +331,13 @@ class RankProber:
 
     def _points(self, seconds: Mapping[int, float], activations: ActivationMemory) -> tuple[Measurement, ...]:
         own = self._own_bytes()
+        slowdown = self.request.emulation.slowdown if self.request.emulation else 1.0
         return tuple(
-            Measurement(micro_batch_size=size, step_time_s=seconds[size], peak_memory_bytes=own + activations.at(size))
+            Measurement(
+                micro_batch_size=size,
+                step_time_s=slowdown * seconds[size],
+                peak_memory_bytes=own + activations.at(size),
+            )
             for size in sorted(seconds)
         )
 

@@ -7,7 +7,7 @@
   shares and with 75/25.
 - exchange: the same bytes gathered and reduced with even and with uneven shares; the ratio is the planner's cost factor.
 - gain: ranks emulated to have unequal memory, a model whose even shard leaves the small one little room: the best plan with
-  even shares and with free ones, predicted and measured in one run, and with a larger model, which even shares cannot hold.
+  even shares and with free ones, simulated and measured in one run, and the largest model that either can hold.
 - simulation: clusters B and C of the Poplar paper, and a host with small cards next to one with large ones.
 
 Figures of emulated ranks and of simulated clusters say so.
@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ PARTS = ("memory", "exchange", "gain", "simulation")
 SHARES = (0.75, 0.25)
 BATCH = 16
 """Global batch of the gain part."""
+MOST_LAYERS = 40
+"""Larger models are not looked for."""
 SMALL_AND_LARGE = {
     "name": "V100-16 and A100-80",
     "hosts": [
@@ -137,37 +140,60 @@ def show_exchange(args: argparse.Namespace) -> None:
 
 
 def show_gain(args: argparse.Namespace) -> None:
-    """Emulated ranks: even against free shares, predicted and measured."""
+    """Emulated ranks: the largest model and its speed, even against free shares, predicted and measured."""
     table = Table(
-        title=f"Two CPU ranks, memory and speed emulated, ZeRO stage 3, global batch {BATCH}: seconds per step"
+        title=f"Two CPU ranks, memory and speed emulated, ZeRO stage 3, global batch {BATCH}: the largest model of either "
+        "kind; seconds per step simulated from the profile, and measured"
     )
-    for column in ("memory", "speed", "layers", "shares", "micro-batches", "predicted s", "measured s", "samples/s"):
+    for column in (
+        "memory",
+        "speed",
+        "model",
+        "shares",
+        "micro-batches",
+        "simulated s",
+        "measured s",
+        "samples/s",
+    ):
         table.add_column(column, justify="right")
-    for memory_mib, slowdown, label in (((260, 130), (1.0, 1.0), "2:1"), ((390, 130), (1.0, 2.0), "3:1")):
-        for layers in (8, 11):
-            request = {
-                "layers": layers,
-                "hidden": 256,
-                "length": 128,
-                "zero_stage": 3,
-                "memory_mib": memory_mib,
-                "slowdown": slowdown,
-                "global_batch_size": BATCH,
-                "budget_s": 20.0,
-                "steps": args.steps,
-            }
-            found = launch("gain", request, args.timeout_s)
-            speeds = f"{slowdown[1]:g}:1"
-            for name, plan in found[0]["plans"].items():
-                if plan is None:
-                    table.add_row(label, speeds, str(layers), name, "does not fit", "", "", "")
-                    continue
-                shares = "even" if plan["fractions"] is None else "/".join(f"{f:.0%}" for f in plan["fractions"])
-                seconds = max(own["measured_s"][name] for own in found)
-                sizes = " | ".join(str(own) for own in plan["micro_batch_sizes"])
-                figures = (f"{plan['predicted_s']:.2f}", f"{seconds:.2f}", f"{BATCH / seconds:.1f}")
-                table.add_row(label, speeds, str(layers), f"{name}: {shares}", sizes, *figures)
+    for memory_mib, slowdown, label in (((260, 130), (2.0, 2.0), "2:1"), ((390, 130), (2.0, 4.0), "3:1")):
+        request = {
+            "hidden": 256,
+            "length": 128,
+            "zero_stage": 3,
+            "memory_mib": memory_mib,
+            "slowdown": slowdown,
+            "global_batch_size": BATCH,
+            "most_layers": MOST_LAYERS,
+            "budget_s": 20.0,
+            "steps": args.steps,
+        }
+        reports = launch("gain", request, args.timeout_s)
+        for own in zip(*reports, strict=True):
+            speeds = f"{slowdown[1] / slowdown[0]:g}:1"
+            for cells in gain_rows(own):
+                table.add_row(label, speeds, *cells)
     console.print(table, "\n")
+
+
+def gain_rows(own: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Table rows of one model: even shares, free ones.
+
+    Args:
+        own: What every rank reports of it.
+    """
+    first = own[0]
+    model = f"{first['layers']} layers, {first['parameters'] / 1e6:.1f} M"
+    for name, plan in first["plans"].items():
+        largest = " (largest)" if first["largest"][name] == first["layers"] else ""
+        if plan is None:
+            yield model, f"{name}: does not fit", "", "", "", ""
+            continue
+        shares = "50%/50%" if plan["fractions"] is None else "/".join(f"{f:.0%}" for f in plan["fractions"])
+        seconds = max(report["measured_s"][name] for report in own)
+        sizes = " | ".join(str(sizes) for sizes in plan["micro_batch_sizes"])
+        figures = (f"{plan['predicted_s']:.2f}", f"{seconds:.2f}", f"{BATCH / seconds:.1f}")
+        yield model + largest, f"{name}: {shares}", sizes, *figures
 
 
 def show_simulation(_: argparse.Namespace) -> None:

@@ -23,10 +23,12 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from accelerate_poplar.comm import connect
+from accelerate_poplar.comm import Ranks, connect
+from accelerate_poplar.curve import StepTimeCurve
 from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.errors import InsufficientMemoryError
 from accelerate_poplar.measure import profile_cluster
+from accelerate_poplar.profiles import ClusterProfile
 from accelerate_poplar.state_budget import state_memory
 from accelerate_poplar.state_collectives import gather_shards, reduce_shards
 from accelerate_poplar.state_layout import StateShares
@@ -131,57 +133,119 @@ def exchange(request: dict[str, Any]) -> dict[str, Any]:
     return {name: statistics.median(seconds[1:]) for name, seconds in found.items()}
 
 
-def gain(request: dict[str, Any]) -> dict[str, Any]:
-    """Profile under emulation, plan with even and with free shares, train with both; a collective call.
+@dataclasses.dataclass
+class Setting:
+    """Two emulated ranks and what they are asked to train."""
 
-    The emulated memory is what the planner is told; a model that does not fit it with even shares is profiled all the same.
-    """
-    ranks, stage, length = connect(300.0), request["zero_stage"], request["length"]
-    emulation = Emulation(slowdown=request["slowdown"][dist.get_rank()])
-    model = make_model(request["layers"], request["hidden"])
-    profile = profile_cluster(
-        model=model,
-        loss_fn=lambda own, batch: own(**batch).loss,
-        make_batch=lambda rows: make_batch(rows, length),
-        ranks=ranks,
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        zero_stages=(stage,),
-        largest_micro_batch=request["global_batch_size"],
-        user_caps=None,
-        memory_fraction=1.0,
-        budget_s=request["budget_s"],
-        relative_error=0.03,
-        model_name="llama",
-        seq_len=length,
-        emulation=emulation,
-        deepspeed_config=deepspeed_config(stage),
-    )
-    known = [
-        dataclasses.replace(own, memory_bytes=mib * MIB)
-        for own, mib in zip(
-            state_memory(profile.memory, stage, largest_micro_batch=request["global_batch_size"]),
-            request["memory_mib"],
-            strict=True,
+    request: dict[str, Any]
+    ranks: Ranks
+    emulation: Emulation
+
+    def plans(self, layers: int, *, budget_s: float) -> tuple[ClusterProfile, dict[str, StatePlan | None]]:
+        """Profile a model of so many layers, and plan with even and with free shares; a collective call.
+
+        The emulated memory is what the planner is told; a model that does not fit it with even shares is profiled all the
+        same. None: does not fit.
+        """
+        stage, length, batch = (self.request[name] for name in ("zero_stage", "length", "global_batch_size"))
+        profile = profile_cluster(
+            model=make_model(layers, self.request["hidden"]),
+            loss_fn=lambda own, batch: own(**batch).loss,
+            make_batch=lambda rows: make_batch(rows, length),
+            ranks=self.ranks,
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            zero_stages=(stage,),
+            largest_micro_batch=batch,
+            user_caps=None,
+            memory_fraction=1.0,
+            budget_s=budget_s,
+            relative_error=0.03,
+            model_name="llama",
+            seq_len=length,
+            emulation=self.emulation,
+            deepspeed_config=deepspeed_config(stage),
         )
-    ]
-    asked = {"global_batch_size": request["global_batch_size"], "zero_stage": stage}
-    plans: dict[str, StatePlan | None] = {}
-    for name, plan in (
-        ("even", lambda: plan_with_fractions(profile, known, [1 / len(known)] * len(known), **asked)),
-        ("free", lambda: find_state_plan(profile, known, **asked)),
-    ):
-        try:
-            plans[name] = plan()
-        except InsufficientMemoryError:
-            plans[name] = None
-    own = {
-        name: None
-        if plan is None
-        else _timed(plan, make_model(request["layers"], request["hidden"]), emulation, request)
-        for name, plan in plans.items()
-    }
-    return {"plans": {name: _plan_figures(plan) for name, plan in plans.items()}, "measured_s": own}
+        known = [
+            dataclasses.replace(own, memory_bytes=mib * MIB)
+            for own, mib in zip(
+                state_memory(profile.memory, stage, largest_micro_batch=batch), self.request["memory_mib"], strict=True
+            )
+        ]
+        asked = {"global_batch_size": batch, "zero_stage": stage}
+        even = [1 / len(known)] * len(known)
+        return profile, {
+            "even": _unless_too_large(lambda: plan_with_fractions(profile, known, even, **asked)),
+            "free": _unless_too_large(lambda: find_state_plan(profile, known, **asked)),
+        }
+
+    def largest(self, name: str, seen: dict[int, dict[str, StatePlan | None]]) -> int:
+        """Layers of the largest model for which there is a plan."""
+        fits, too_large = 0, self.request["most_layers"] + 1
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            if middle not in seen:
+                _, seen[middle] = self.plans(middle, budget_s=0.0)
+            if seen[middle][name] is not None:
+                fits = middle
+            else:
+                too_large = middle
+        return fits
+
+    def timed(self, found: StatePlan, layers: int, profile: ClusterProfile) -> float:
+        """Median seconds of an optimizer step of a plan, the ranks as fast as their profile says."""
+        rank, batch = self.ranks.rank, self.request["global_batch_size"]
+        sizes = found.plan.ranks[rank].micro_batch_sizes
+        times = StepTimeCurve.fit(profile.ranks[rank].points, max_micro_batch_size=batch).times()
+        engine = build(
+            make_model(layers, self.request["hidden"]), self.request["zero_stage"], found.fractions, steps=len(sizes)
+        )
+        seconds = []
+        with self.emulation.attach(engine.module):
+            for step in range(WARM_UP + self.request["steps"]):
+                dist.barrier()
+                start = time.perf_counter()
+                for number, size in enumerate(sizes):
+                    rows = make_batch(max(1, size), self.request["length"], seed=1000 * step + number)
+                    self.emulation.expect(float(times[max(1, size)]))
+                    engine.backward(engine(**rows).loss * (size * self.ranks.world_size / batch))
+                    engine.step()
+                dist.barrier()
+                seconds.append(time.perf_counter() - start)
+        self.emulation.expect(None)
+        engine.destroy()
+        del engine
+        gc.collect()
+        return statistics.median(seconds[WARM_UP:])
+
+
+def _unless_too_large(plan: Callable[[], StatePlan]) -> StatePlan | None:
+    try:
+        return plan()
+    except InsufficientMemoryError:
+        return None
+
+
+def gain(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """The largest model with even and with free shares, and the speed of both at these sizes; a collective call."""
+    setting = Setting(request, connect(300.0), Emulation(slowdown=request["slowdown"][dist.get_rank()]))
+    seen: dict[int, dict[str, StatePlan | None]] = {}
+    largest = {name: setting.largest(name, seen) for name in ("even", "free")}
+    found = []
+    for layers in sorted(set(largest.values()) - {0}):
+        profile, plans = setting.plans(layers, budget_s=request["budget_s"])
+        found.append(
+            {
+                "layers": layers,
+                "parameters": profile.num_parameters,
+                "largest": largest,
+                "plans": {name: _plan_figures(plan) for name, plan in plans.items()},
+                "measured_s": {
+                    name: None if plan is None else setting.timed(plan, layers, profile) for name, plan in plans.items()
+                },
+            }
+        )
+    return found
 
 
 def _plan_figures(plan: StatePlan | None) -> dict[str, Any] | None:
@@ -193,28 +257,6 @@ def _plan_figures(plan: StatePlan | None) -> dict[str, Any] | None:
         "predicted_s": plan.plan.predicted_step_time_s,
         "held_mib": [count / MIB for count in plan.held_bytes],
     }
-
-
-def _timed(found: StatePlan, model: LlamaForCausalLM, emulation: Emulation, request: dict[str, Any]) -> float:
-    """Median seconds of an optimizer step of a plan."""
-    sizes = found.plan.ranks[dist.get_rank()].micro_batch_sizes
-    engine = build(model, request["zero_stage"], found.fractions, steps=len(sizes))
-    seconds = []
-    with emulation.attach(engine.module):
-        for step in range(WARM_UP + request["steps"]):
-            dist.barrier()
-            start = time.perf_counter()
-            for number, size in enumerate(sizes):
-                batch = make_batch(max(1, size), request["length"], seed=1000 * step + number)
-                weight = size * dist.get_world_size() / request["global_batch_size"]
-                engine.backward(engine(**batch).loss * weight)
-                engine.step()
-            dist.barrier()
-            seconds.append(time.perf_counter() - start)
-    engine.destroy()
-    del engine
-    gc.collect()
-    return statistics.median(seconds[WARM_UP:])
 
 
 def main() -> None:

@@ -65,17 +65,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--imbalance", nargs="+", choices=("emulated", "affinity", "gpus"), help="default: what is here"
     )
-    parser.add_argument("--slowdown", default="1,3", help="emulated factors, one per rank (default 1,3)")
+    parser.add_argument(
+        "--slowdown",
+        default="3,9",
+        help="emulated factors, one per rank; all above 1, so that a busy machine slows none further (default 3,9)",
+    )
     parser.add_argument("--models", nargs="+", default=["llama", "bert"], choices=("llama", "bert"))
     parser.add_argument("--size", default="tiny", choices=("tiny", "base"), help="base: 12 layers of 768, for GPUs")
-    parser.add_argument("--seq_len", type=int, default=64, help="tokens per sample (default 64)")
+    parser.add_argument("--seq_len", type=int, default=128, help="tokens per sample (default 128)")
     parser.add_argument("--zero_stages", nargs="+", type=int, default=[0, 1, 2, 3], choices=range(4))
     parser.add_argument(
-        "--per_rank_samples", type=int, default=16, help="global batch over number of ranks (default 16)"
+        "--per_rank_samples",
+        type=int,
+        help="global batch over number of ranks (default: 32; 96 on cores, whose steps are short)",
     )
-    parser.add_argument("--steps", type=int, default=12, help="measured optimizer steps of a run (default 12)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of every strategy (default 3)")
-    parser.add_argument("--profile_budget_s", type=float, default=20.0)
+    parser.add_argument("--steps", type=int, default=6, help="measured optimizer steps of a run (default 6)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of every strategy (default 2)")
+    parser.add_argument("--profile_budget_s", type=float, default=60.0)
     parser.add_argument("--timeout_s", type=float, default=3600.0, help="for one setting")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
@@ -121,7 +127,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
         "size": args.size,
         "seq_len": args.seq_len,
         "zero_stages": args.zero_stages,
-        "per_rank_samples": args.per_rank_samples,
+        "per_rank_samples": args.per_rank_samples or (96 if setting.cores and not setting.slowdown else 32),
         "steps": args.steps,
         "rounds": args.rounds,
         "profile_budget_s": args.profile_budget_s,

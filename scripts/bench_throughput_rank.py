@@ -40,7 +40,7 @@ from accelerate_poplar.host import has_accelerator, start_gloo_state
 
 EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
-WARM_UP = 3
+WARM_UP = 2
 """First optimizer steps of a run, not measured."""
 VOCABULARY = 1024
 SHAPES = {"tiny": (4, 128, 4), "base": (12, 768, 12)}
@@ -176,7 +176,7 @@ class Bench:
         for turn in range(self.job["rounds"]):
             self.say(f"{model}, ZeRO stage {stage}, round {turn + 1} of {self.job['rounds']}: {', '.join(wanted)}")
             for name in wanted[turn % len(wanted) :] + wanted[: turn % len(wanted)]:
-                times, losses[name] = self.train(model, stage, rows, plans.get(name))
+                times, losses[name] = self.train(model, stage, rows, profile, plans.get(name))
                 seconds[name] += times
             speeds.append(self.own_speed(model, rows, profile))
         bounds = self.ranks.gather(statistics.median(speeds))
@@ -205,7 +205,9 @@ class Bench:
             "strategies": strategies,
         }
 
-    def train(self, model: str, stage: int, rows: list[Any], plan: Plan | None) -> tuple[list[float], list[float]]:
+    def train(
+        self, model: str, stage: int, rows: list[Any], profile: ClusterProfile, plan: Plan | None
+    ) -> tuple[list[float], list[float]]:
         """One run: step times of its measured steps and all its logged losses, those of rank 0 on every rank."""
         self.forget()
         clock = StepClock()
@@ -216,9 +218,12 @@ class Bench:
                 trainer = Trainer(**common)
                 emulation = Emulation(slowdown=self.slowdown)
                 emulation.attach(trainer.model)
+                emulation.expect(self.pass_seconds(profile, self.job["per_rank_samples"]))
             else:
                 config = PoplarConfig(replan="off", report=False)
                 trainer = PoplarTrainer(**common, poplar_plan=plan, poplar_config=config)
+                trainer.poplar_prepare()
+                trainer.poplar.pace_by(profile)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -229,14 +234,14 @@ class Bench:
 
     def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> float:
         """Samples/s of this rank in forward and backward at its fastest size, all ranks at once and none waiting."""
-        own = profile.ranks[self.rank]
-        caps = [stage.max_micro_batch_size[self.rank] for stage in profile.zero_stages.values()]
-        size = StepTimeCurve.fit(own.points, max_micro_batch_size=max(caps)).fastest_size()
+        size = self.curve(profile).fastest_size()
         network = self.model(model).to(self.device()).train()
         batch = {key: torch.stack([row[key] for row in rows[:size]]).to(self.device()) for key in rows[0]}
         times = []
         self.ranks.gather(None)
-        with Emulation(slowdown=self.slowdown).attach(network):
+        emulation = Emulation(slowdown=self.slowdown)
+        emulation.expect(self.pass_seconds(profile, size))
+        with emulation.attach(network):
             started = time.perf_counter()
             while len(times) < 4 or time.perf_counter() - started < 3.0:
                 before = time.perf_counter()
@@ -246,6 +251,16 @@ class Bench:
                 times.append(time.perf_counter() - before)
                 network.zero_grad()
         return size / statistics.median(times[1:])
+
+    def curve(self, profile: ClusterProfile) -> StepTimeCurve:
+        """This rank's, up to its largest micro-batch at any stage."""
+        caps = [stage.max_micro_batch_size[self.rank] for stage in profile.zero_stages.values()]
+        return StepTimeCurve.fit(profile.ranks[self.rank].points, max_micro_batch_size=max(caps))
+
+    def pass_seconds(self, profile: ClusterProfile, size: int) -> float | None:
+        """What a micro-batch takes by the profile; None where such sizes were not profiled."""
+        times = self.curve(profile).times()
+        return float(times[size]) if size < len(times) else None
 
     def device(self) -> torch.device:
         """Where this rank computes."""
