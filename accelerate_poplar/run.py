@@ -312,9 +312,7 @@ class PoplarRun:
             profile: Of the plan's stage and the run's rows; the run's own is used without being asked for.
         """
         if self._emulation is not None:
-            self._pace = ProfiledPace(
-                profile, zero_stage=self.plan.zero_stage, rank=self.ranks.rank, row=self._row
-            )
+            self._pace = ProfiledPace(profile, zero_stage=self.plan.zero_stage, rank=self.ranks.rank, row=self._row)
 
     # ---- while training -----------------------------------------------------------------------------------------
 

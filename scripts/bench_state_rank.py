@@ -241,7 +241,8 @@ def gain(request: dict[str, Any]) -> list[dict[str, Any]]:
                 "largest": largest,
                 "plans": {name: _plan_figures(plan) for name, plan in plans.items()},
                 "measured_s": {
-                    name: None if plan is None else setting.timed(plan, layers, profile) for name, plan in plans.items()
+                    name: None if plan is None else setting.timed(plan, layers, profile)
+                    for name, plan in plans.items()
                 },
             }
         )

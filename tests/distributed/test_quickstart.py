@@ -37,9 +37,7 @@ def test_the_ideal_is_all_ranks_at_their_own_speed(slowdown: tuple[float, ...], 
 
 
 def a_run(losses: dict[int, float]) -> object:
-    return QUICKSTART.Run(
-        losses=losses, samples_per_s=1.0, zero_stage=1, micro_batch_sizes=[[1], [1]]
-    )
+    return QUICKSTART.Run(losses=losses, samples_per_s=1.0, zero_stage=1, micro_batch_sizes=[[1], [1]])
 
 
 def test_the_loss_difference_is_the_largest_and_infinite_when_steps_are_missing() -> None:
