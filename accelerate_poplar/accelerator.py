@@ -128,8 +128,8 @@ class PoplarAccelerator(Accelerator):
             DataError: The training loader cannot be shared out.
         """
         model = next((item for item in args if isinstance(item, nn.Module)), None)
-        trains = any(hasattr(item, "param_groups") or hasattr(item, "params") for item in args)
-        if self.poplar is not None or model is None or not trains:
+        optimizer = next((i for i in args if hasattr(i, "param_groups") or hasattr(i, "params")), None)
+        if self.poplar is not None or model is None or optimizer is None:
             return self._counted_once(super().prepare(*args, device_placement=device_placement))
         loader = next((item for item in args if isinstance(item, DataLoader)), None)
         if loader is None:
@@ -137,7 +137,7 @@ class PoplarAccelerator(Accelerator):
                 "prepare was given a model and its optimizer, but no training loader to profile and plan with. Give "
                 "all three to one call: accelerator.prepare(model, optimizer, loader, scheduler)."
             )
-        training = self._plan_for(model, loader)
+        training = self._plan_for(model, optimizer, loader)
         args = tuple(training if item is loader else undivided(item, self.num_processes) for item in args)
         accumulation, share = self.gradient_accumulation_steps, self.plan.ranks[self.process_index]
         self.gradient_accumulation_steps = len(share.micro_batch_sizes)
@@ -151,7 +151,7 @@ class PoplarAccelerator(Accelerator):
         self._loop.parallel_models = [item for item in items if isinstance(item, DistributedDataParallel)]
         return self._counted_once(self._own_optimizers(prepared))
 
-    def _plan_for(self, model: nn.Module, loader: DataLoader) -> LoopLoader:
+    def _plan_for(self, model: nn.Module, optimizer: Any, loader: DataLoader) -> LoopLoader:
         config, emulation, given, written = self._poplar_settings
         raise_together(loader_problems(loader), DataError)
         self.gradient_accumulation_steps = accumulation_of(self.gradient_accumulation_steps, written)
@@ -162,7 +162,7 @@ class PoplarAccelerator(Accelerator):
         )
         raise_together(batch_problems(batch=batch, config=config, plan=given, deepspeed_config=written))
         run = LoopRun(config=config, emulation=emulation, batch=batch, deepspeed_config=written, given_plan=given)
-        host = LoopHost(self, model, **self._poplar_loss)
+        host = LoopHost(self, model, optimizer=optimizer, **self._poplar_loss)
         head = StreamHead(loader.dataset, run.ranks) if is_stream(loader.dataset) else None
         rows = loader.dataset if head is None else head.rows
         run.prepare(host, dataset=rows, collate=loader.collate_fn, resumed=None)

@@ -16,6 +16,7 @@ from .errors import ConfigError
 from .inspection import tensors_in
 from .loss import MEAN, SUM, LossRule, has_token_labels
 from .memory import map_tensors
+from .optimizer_state import of_deepspeed, of_optimizer
 from .probe_data import ProbeData
 from .rng import preserved_rng
 from .run import PROBE_ROWS, PoplarRun
@@ -36,6 +37,7 @@ class LoopHost:
         loss_fn: The loop's loss.
         loss_reduction: One of `LOSS_REDUCTIONS`.
         count_items: Items of a collated batch; None: counted from its labels or rows.
+        optimizer: The loop's, not yet wrapped.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class LoopHost:
         accelerator: Accelerator,
         model: nn.Module,
         *,
+        optimizer: Any = None,
         loss_fn: LossFunction | None,
         loss_reduction: str,
         count_items: Callable[[Any], int] | None,
@@ -52,6 +55,7 @@ class LoopHost:
         self.loss_reduction = loss_reduction
         self.count_items = count_items
         self._accelerator = accelerator
+        self._optimizer = optimizer
         self.loss_fn = loss_fn
         self.stand_in_loss = False
 
@@ -85,6 +89,14 @@ class LoopHost:
     def count(self, batch: Any) -> int | None:
         """None: a plain loop passes no item count to its loss."""
         return None
+
+    def optimizer_bytes(self) -> float | None:
+        """Bytes of optimizer state per trained parameter; None = as AdamW."""
+        plugin = self._accelerator.deepspeed_plugin
+        config = plugin.deepspeed_config if plugin is not None else {}
+        if "optimizer" in config:
+            return of_deepspeed(config, self.device)
+        return of_optimizer(self._optimizer, self.device)
 
 
 class LoopRun(PoplarRun):

@@ -181,7 +181,10 @@ def model_states(
 
 
 def optimizer_bytes(
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer], *, elements: int = 2**16
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    *,
+    elements: int = 2**16,
+    device: torch.device | None = None,
 ) -> float:
     """Bytes of optimizer state per parameter, fp32 master copy included, read off one step on scratch values.
 
@@ -191,8 +194,9 @@ def optimizer_bytes(
         make_optimizer: Parameters -> optimizer, for example
             `lambda ps: type(optimizer)(ps, **optimizer.defaults)`.
         elements: Size of the scratch parameter; optimizers that keep small parameters in another form need more.
+        device: Where the scratch parameter is; None = the CPU.
     """
-    scratch = nn.Parameter(torch.zeros(elements))
+    scratch = nn.Parameter(torch.zeros(elements, device=device))
     scratch.grad = torch.zeros_like(scratch)
     optimizer = make_optimizer([scratch])
     optimizer.step()

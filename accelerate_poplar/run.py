@@ -70,6 +70,9 @@ class Host(Protocol):
     def count(self, batch: Any) -> int | None:
         """Items of a micro-batch as the host counts them for a loss that asks; None: it does not."""
 
+    def optimizer_bytes(self) -> float | None:
+        """Bytes of optimizer state per trained parameter, fp32 master copy included; None = as AdamW."""
+
 
 class PoplarRun:
     """State of one run on one rank.
@@ -107,6 +110,7 @@ class PoplarRun:
         self._emulation = self._make_emulation()
         self._pace: ProfiledPace | None = None
         self._row: Any = None
+        self._optimizer_bytes: float | None = None
         self._device = torch.device("cpu")
 
     # ---- before training ----------------------------------------------------------------------------------------
@@ -138,6 +142,7 @@ class PoplarRun:
         data = ProbeData(dataset, collate)
         stages = candidate_stages(self.config, self.deepspeed_config, partitioned_model=is_partitioned(host.model))
         global_batch_size = self.batch.global_batch_size(self.config, resumed=resumed, given=self.given_plan)
+        self._optimizer_bytes = decide(self.ranks, host.optimizer_bytes)
         if self._emulation is not None:
             self._emulation.attach(host.model)
         with whole_parameters(host.model):
@@ -180,7 +185,13 @@ class PoplarRun:
             self.pace_by(self.profile)
         self._start_watching(host, plan)
         if self.ranks.rank == 0:
-            states = model_states(self.model_size, dtype=host.dtype, zero_stage=plan.zero_stage, world_size=1)
+            states = model_states(
+                self.model_size,
+                dtype=host.dtype,
+                zero_stage=plan.zero_stage,
+                world_size=1,
+                optimizer_bytes_per_parameter=self._optimizer_bytes,
+            )
             print_plan(
                 plan,
                 self.profile,
@@ -256,6 +267,7 @@ class PoplarRun:
                 largest_micro_batch=global_batch_size,
                 user_caps=self.config.caps_by_rank(self.ranks.world_size),
                 memory_fraction=self.config.memory_fraction_of(self.ranks.rank),
+                optimizer_bytes_per_parameter=self._optimizer_bytes,
                 budget_s=self.config.profile_budget_s,
                 relative_error=self.config.profile_relative_error,
                 model_name=model_name(host.model),

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from .batch_metrics import local_metrics
+from .optimizer_state import of_trainer
 
 
 class TrainerHost:
@@ -66,3 +67,7 @@ class TrainerHost:
         finally:
             args.average_tokens_across_devices = before
         return None if items is None else int(items)
+
+    def optimizer_bytes(self) -> float | None:
+        """Bytes of optimizer state per trained parameter; None = as AdamW."""
+        return of_trainer(self._trainer, self.device)
