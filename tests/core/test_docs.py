@@ -58,6 +58,10 @@ ELSEWHERE = {
         "tests/distributed/test_bench_throughput_run.py",
         "test_ranks_that_share_a_core_are_compared_with_the_same_loss",
     ),
+    r"python scripts/bench_(profile|state)\.py": (
+        "tests/distributed/test_bench_runs.py",
+        "test_it_prints_its_table",
+    ),
     r"python scripts/bench_planner\.py": (
         "tests/core/test_bench_planner.py",
         "test_gains_over_every_rival_are_printed_by_stage",
