@@ -41,9 +41,9 @@ def rows(size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def profile(dtype: torch.dtype) -> MeasuredProfile:
+def profile(dtype: torch.dtype, model: LlamaForCausalLM | None = None) -> MeasuredProfile:
     return profile_cluster(
-        model=new_model(),
+        model=model or new_model(),
         loss_fn=token_loss,
         make_batch=rows,
         ranks=SingleRank(),
@@ -102,21 +102,6 @@ def test_time_is_as_predicted(measured: tuple[torch.dtype, MeasuredProfile], siz
 def test_the_model_stays_where_it_was() -> None:
     model = new_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    profile_cluster(
-        model=model,
-        loss_fn=token_loss,
-        make_batch=rows,
-        ranks=SingleRank(),
-        device=torch.device("cuda", 0),
-        dtype=torch.float32,
-        zero_stages=(0,),
-        largest_micro_batch=4,
-        user_caps=None,
-        memory_fraction=0.9,
-        budget_s=5.0,
-        relative_error=0.1,
-        model_name="llama",
-        seq_len=SEQ_LEN,
-    )
+    profile(torch.float32, model)
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
