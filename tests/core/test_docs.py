@@ -58,7 +58,7 @@ ELSEWHERE = {
         "tests/distributed/test_bench_throughput_run.py",
         "test_ranks_that_share_a_core_are_compared_with_the_same_loss",
     ),
-    r"python scripts/bench_(profile|state)\.py": (
+    r"python scripts/bench_state\.py": (
         "tests/distributed/test_bench_runs.py",
         "test_it_prints_its_table",
     ),

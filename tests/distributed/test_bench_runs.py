@@ -12,14 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 RUNS = {
-    "bench_profile.py": (
-        *("--slowdown", "2,6", "--zero_stages", "2", "--steps", "1", "--seq_len", "16", "--per_rank_samples", "2"),
-        *("--profile_budget_s", "2"),
-    ),
     "bench_state.py": ("--only", "exchange", "--mib", "1", "--rounds", "1"),
 }
 SHOWS = {
-    "bench_profile.py": ("emulated", "predicted ms", "measured ms"),
     "bench_state.py": ("gather", "reduce", "ratio"),
 }
 

@@ -54,7 +54,7 @@ def test_the_quick_start_compares_two_runs_of_the_same_training(tmp_path: Path) 
     if folder is not None:
         environment["POPLAR_DATA_DIR"] = str(folder / "wikitext-2")
     result = subprocess.run(
-        [sys.executable, "scripts/quickstart.py", "--steps", "6", "--turns", "1", "--output_dir", str(tmp_path)],
+        [sys.executable, "scripts/quickstart.py", "--steps", "3", "--turns", "1", "--output_dir", str(tmp_path)],
         cwd=REPOSITORY,
         env=environment,
         stdin=subprocess.DEVNULL,
