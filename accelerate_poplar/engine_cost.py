@@ -224,7 +224,7 @@ def time_engine(
         inner_s, last_s = _time_steps(engine, x, device, clock)
         overlap = 0.0
         if zero_stage in LOCK_STEP_STAGES and emulation is None:
-            overlap = _overlap(husk, engine, x, device, clock, exposed_s=_largest(inner_s - own_s, device))
+            overlap = _overlap(husk, engine, x, device, clock, own_s=own_s, inner_s=inner_s)
         engine.destroy()
     if handle is not None:
         emulation.expect(None)
@@ -235,16 +235,16 @@ def time_engine(
 
 
 def _overlap(
-    husk: Husk, engine: Any, x: torch.Tensor, device: torch.device, clock: Clock, *, exposed_s: float
+    husk: Husk, engine: Any, x: torch.Tensor, device: torch.device, clock: Clock, *, own_s: float, inner_s: float
 ) -> float:
     """Share of a micro-step's communication, all of it exposed without compute, that as much compute hides."""
+    exposed_s = _largest(inner_s - own_s, device)
     if exposed_s <= 0.0:
         return 0.0
-    without_s, _ = _time_steps(engine, x, device, clock)
     husk.compute(exposed_s, device, clock)
     with_s, _ = _time_steps(engine, x, device, clock)
     husk.compute(0.0, device)
-    hidden = 1.0 - _largest(with_s - without_s, device) / exposed_s
+    hidden = 1.0 - _largest(with_s - inner_s, device) / exposed_s
     # Less than that is not told from noise; what is taken for hidden and is not would make plans too hopeful.
     return min(hidden, 1.0) if hidden > _LEAST_OVERLAP else 0.0
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from .model_state import MASTER_BYTES, optimizer_bytes
+from .model_state import optimizer_bytes
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -27,11 +27,9 @@ def state_bytes(make: MakeOptimizer, device: torch.device) -> float | None:
         device: Where the optimizer will run; some exist only there.
     """
     try:
-        found = optimizer_bytes(make, device=device)
+        return optimizer_bytes(make, device=device)
     except _NOT_TO_BE_TRIED:
         return None
-    # One that keeps nothing yet may start to later; a step of SGD without momentum keeps nothing at all.
-    return max(found, float(MASTER_BYTES))
 
 
 def of_optimizer(optimizer: Any, device: torch.device) -> float | None:

@@ -60,7 +60,7 @@ ELSEWHERE = {
     ),
     r"python scripts/bench_state\.py": (
         "tests/distributed/test_bench_runs.py",
-        "test_it_prints_its_table",
+        "test_exchanges_of_the_state_are_timed_even_and_uneven",
     ),
     r"python scripts/bench_planner\.py": (
         "tests/core/test_bench_planner.py",

@@ -1,4 +1,4 @@
-"""The benchmarks that start ranks run from end to end, on little work; what they find is for quiet machines."""
+"""The benchmark of uneven training state starts its ranks and prints its table; its speeds are not judged here."""
 
 from __future__ import annotations
 
@@ -11,20 +11,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-RUNS = {
-    "bench_state.py": ("--only", "exchange", "--mib", "1", "--rounds", "1"),
-}
-SHOWS = {
-    "bench_state.py": ("gather", "reduce", "ratio"),
-}
-
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", RUNS)
-def test_it_prints_its_table(script: str) -> None:
+def test_exchanges_of_the_state_are_timed_even_and_uneven() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *RUNS[script]],
+        [sys.executable, "scripts/bench_state.py", "--only", "exchange", "--mib", "1", "--rounds", "1"],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -34,4 +26,4 @@ def test_it_prints_its_table(script: str) -> None:
         timeout=280,
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
-    assert all(word in run.stdout for word in SHOWS[script]), run.stdout
+    assert all(word in run.stdout for word in ("gather", "reduce", "ratio")), run.stdout
