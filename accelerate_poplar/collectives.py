@@ -14,7 +14,6 @@ from torch import nn
 
 from .comm import Ranks
 from .device import synchronize
-from .emulation import Emulation
 from .engine_cost import EngineTimes, time_engine
 from .model_state import ModelSize, model_size
 
@@ -61,13 +60,13 @@ def measure_stages(
     dtype: torch.dtype,
     deepspeed_config: Mapping[str, Any] | None = None,
     clock: Clock = time.perf_counter,
-    emulation: Emulation | None = None,
+    slowdown: float = 1.0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[int, StageTimes]:
     """Time every stage with a real DeepSpeed engine around the husk of the model; all ranks must call it together.
 
     A model too large for that is timed as a smaller one; the communication of the rest is added from collectives
-    timed on their own. Zeros where there is one rank or no process group.
+    timed on their own. Zeros where there is one rank or no process group. `slowdown` as for `time_engine`.
 
     Returns:
         Figures by stage, the same on every rank: the slowest rank's.
@@ -85,7 +84,7 @@ def measure_stages(
             dtype=dtype,
             deepspeed_config=deepspeed_config,
             clock=clock,
-            emulation=emulation,
+            slowdown=slowdown,
         )
     missing = {stage: 1.0 - times.shrink for stage, times in measured.items()}
     rest = None

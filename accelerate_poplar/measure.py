@@ -184,7 +184,7 @@ def _measure(
                 dtype=request.dtype,
                 deepspeed_config=request.deepspeed_config,
                 clock=request.clock,
-                emulation=request.emulation if request.all_slowed else None,
+                slowdown=request.emulation.slowdown if request.emulation and request.all_slowed else 1.0,
                 progress=request.progress,
             )
     free_memory(request.device)
