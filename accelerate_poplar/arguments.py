@@ -22,6 +22,7 @@ _HELP = {
     "max_micro_batch_size": "A cap on the micro-batch, one number for all ranks or one per rank ('24,8').",
     "memory_fraction": "Share of each device's memory that may be used, one for all or one per rank (default 0.9).",
     "state_shards": "Shares of the training state: even (default), auto, or one fraction per rank ('0.75,0.25').",
+    "state_offload": "auto: ranks that need it keep their optimizer on the host; off (default): none does.",
     "strategy": "optimal (default), poplar, proportional, flops or even.",
     "profile_budget_s": "Seconds after which profiling stops adding measurements (default 30).",
     "profile_relative_error": "Relative error of the step-time curve at which profiling stops (default 0.03).",

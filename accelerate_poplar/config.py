@@ -46,6 +46,9 @@ class PoplarConfig:
     state_shards: str | tuple[float, ...] = "even"
     """Shares of the sharded training state: `even`, `auto` (uneven where that makes the step shorter, or possible), or one
     fraction per rank, each above 0 and together 1."""
+    state_offload: str = "off"
+    """`auto`: where shares of the training state alone do not make room, the ranks that need it keep their optimizer on the
+    host; the plan says which. `off`: none does."""
     strategy: str = "optimal"
     """How the plan is searched: `optimal`, `poplar`, `proportional`, `flops` or `even`."""
     profile_budget_s: float = 30.0
@@ -177,6 +180,11 @@ class PoplarConfig:
                 f"{world_size} ranks. Give one share per rank."
             )
         return problems
+
+    @property
+    def plans_state(self) -> bool:
+        """True where a rank that has no room for an even share of the training state may have room for its own."""
+        return self.state_shards != "even" or self.state_offload != "off"
 
     def fractions_by_rank(self) -> tuple[float, ...] | None:
         """The shares of the training state given by hand, in rank order; None: even ones, or the planner's choice."""

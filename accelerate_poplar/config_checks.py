@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 STRATEGIES = ("optimal", "poplar", "proportional", "flops", "even")
 REPLAN_MODES = ("off", "warn", "on")
 STATE_SHARDS = ("even", "auto")
+OFFLOAD_MODES = ("off", "auto")
 SHARE_TOLERANCE = 1e-6
 """Distance at which shares of the training state still count as equal, and their sum as 1."""
 
@@ -36,7 +37,7 @@ def _bad_switches(config: PoplarConfig) -> list[str]:
     for name in ("enabled", "reprofile", "allow_fp16", "report"):
         if not isinstance(getattr(config, name), bool):
             problems.append(f"{name} is {getattr(config, name)!r}; it must be true or false.")
-    for name, choices in (("strategy", STRATEGIES), ("replan", REPLAN_MODES)):
+    for name, choices in (("strategy", STRATEGIES), ("replan", REPLAN_MODES), ("state_offload", OFFLOAD_MODES)):
         value = getattr(config, name)
         if value not in choices:
             close = difflib.get_close_matches(str(value), choices, n=1)
@@ -95,6 +96,11 @@ def _bad_shares(config: PoplarConfig) -> list[str]:
         problems.append(
             f"state_shards is {list(shares) if isinstance(shares, tuple) else repr(shares)}, but ZeRO stage 0 keeps the "
             "whole training state on every rank. Use zero_stage 1, 2 or 3, or leave state_shards out."
+        )
+    if config.zero_stage == 0 and config.state_offload == "auto":
+        problems.append(
+            "state_offload is 'auto', but DeepSpeed offloads optimizers at ZeRO stage 1, 2 and 3 only. Use one of these, or "
+            "leave state_offload out."
         )
     return problems
 

@@ -26,7 +26,7 @@ def rank_config(config: Mapping[str, Any], rank_plan: RankPlan, *, world_size: i
         zero_stage: ZeRO stage of the plan.
 
     Returns:
-        A copy with the stage and the three batch keys filled in, without the `"poplar"` object.
+        A copy with the stage, the three batch keys and the offload of the optimizer filled in, without the `"poplar"` object.
     """
     filled = copy.deepcopy(dict(config))
     filled.pop("poplar", None)
@@ -37,6 +37,10 @@ def rank_config(config: Mapping[str, Any], rank_plan: RankPlan, *, world_size: i
     filled["train_batch_size"] = micro_batch_size * accumulation * world_size
     zero = dict(filled.get("zero_optimization") or {})
     zero["stage"] = zero_stage
+    if rank_plan.offloads_optimizer:
+        zero["offload_optimizer"] = {**(zero.get("offload_optimizer") or {}), "device": "cpu"}
+        # DeepSpeed's own Adam for the host rounds in another way than the one the other ranks have.
+        filled.setdefault("zero_force_ds_cpu_optimizer", False)
     filled["zero_optimization"] = zero
     return filled
 

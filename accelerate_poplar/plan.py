@@ -31,6 +31,8 @@ class RankPlan:
     """Samples per micro-step; 0 = the rank only takes part in the collectives, with weight 0."""
     state_fraction: float | None = None
     """Share of the sharded training state this rank holds, above 0; None = an even one, on all ranks or none."""
+    offloads_optimizer: bool = False
+    """True: this rank keeps its part of the optimizer's state on the host."""
 
     @property
     def rank_batch_size(self) -> int:
@@ -73,15 +75,22 @@ class Plan:
         fractions = [rank.state_fraction for rank in self.ranks]
         return None if None in fractions else tuple(f for f in fractions if f is not None)
 
-    def with_state(self, fractions: Sequence[float] | None) -> Plan:
+    @property
+    def offloading_ranks(self) -> tuple[int, ...]:
+        """Ranks that keep their part of the optimizer's state on the host."""
+        return tuple(rank.rank for rank in self.ranks if rank.offloads_optimizer)
+
+    def with_state(self, fractions: Sequence[float] | None, offloading_ranks: Sequence[int] = ()) -> Plan:
         """The same micro-batches on other shares of the training state.
 
         Args:
             fractions: One share per rank; None: even ones.
+            offloading_ranks: Ranks that keep their part of the optimizer's state on the host.
         """
         shares = (None,) * self.world_size if fractions is None else tuple(fractions)
         ranks = tuple(
-            dataclasses.replace(rank, state_fraction=share) for rank, share in zip(self.ranks, shares, strict=True)
+            dataclasses.replace(rank, state_fraction=share, offloads_optimizer=rank.rank in offloading_ranks)
+            for rank, share in zip(self.ranks, shares, strict=True)
         )
         return dataclasses.replace(self, ranks=ranks)
 
@@ -96,6 +105,8 @@ class Plan:
         }
         if self.state_fractions is not None:
             decided["state_fractions"] = list(self.state_fractions)
+        if self.offloading_ranks:
+            decided["offloading_ranks"] = list(self.offloading_ranks)
         text = json.dumps(decided, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(text.encode("ascii")).hexdigest()
 
@@ -163,7 +174,9 @@ class Plan:
 
 def _rank_to_dict(rank: RankPlan) -> dict[str, Any]:
     data: dict[str, Any] = {"rank": rank.rank, "micro_batch_sizes": list(rank.micro_batch_sizes)}
-    return data if rank.state_fraction is None else {**data, "state_fraction": rank.state_fraction}
+    if rank.state_fraction is not None:
+        data["state_fraction"] = rank.state_fraction
+    return {**data, "offloads_optimizer": True} if rank.offloads_optimizer else data
 
 
 def _read_rank(data: Mapping[str, Any]) -> RankPlan:
@@ -172,6 +185,7 @@ def _read_rank(data: Mapping[str, Any]) -> RankPlan:
         rank=int(data["rank"]),
         micro_batch_sizes=tuple(int(size) for size in data["micro_batch_sizes"]),
         state_fraction=None if fraction is None else float(fraction),
+        offloads_optimizer=bool(data.get("offloads_optimizer", False)),
     )
 
 
@@ -201,6 +215,11 @@ def _broken_rules(plan: Plan) -> list[str]:
         problems.append(
             f"ZeRO stage {plan.zero_stage} communicates in every micro-step, so all ranks need equally many "
             f"micro-steps, but {listing}. Pad the shorter lists with 0."
+        )
+    if plan.zero_stage == 0 and plan.offloading_ranks:
+        problems.append(
+            f"ranks {list(plan.offloading_ranks)} offload their optimizer, which DeepSpeed does not do at ZeRO stage 0; use "
+            "stage 1, 2 or 3."
         )
     return problems + _broken_fractions(plan)
 

@@ -15,7 +15,7 @@ from .plan import Plan, RankPlan
 from .profiles import ClusterProfile
 from .search import find_plan
 from .state_choice import choose_plan
-from .state_refusals import refusals
+from .state_refusals import offloads_optimizer, refusals
 
 MANUAL = "manual"
 GIB = 1024**3
@@ -127,8 +127,11 @@ def state_conflicts(
 ) -> list[str]:
     """What uneven training state, where the settings or a given plan ask for it, cannot be combined with."""
     planned = None if plan is None else plan.state_fractions
-    if not config.enabled or (config.state_shards == "even" and planned is None):
+    if not config.enabled:
         return []
+    offload = _offload_conflicts(config, deepspeed_config, stages, plan)
+    if config.state_shards == "even" and planned is None:
+        return offload
     # Which features are in the way depends on the stage; of an open one, the engine's own check says the rest.
     problems = refusals(deepspeed_config, zero_stage=stages[0] if len(stages) == 1 else 2)
     if plan is not None and isinstance(config.state_shards, tuple) and config.fractions_by_rank() != planned:
@@ -136,6 +139,28 @@ def state_conflicts(
         problems.append(
             f"the given plan has {shares} of the training state, the settings ask for {list(config.state_shards)}. "
             "Remove state_shards from the settings, or plan again."
+        )
+    return problems + offload
+
+
+def _offload_conflicts(
+    config: PoplarConfig, deepspeed_config: Mapping[str, Any] | None, stages: tuple[int, ...], plan: Plan | None
+) -> list[str]:
+    """What keeping the optimizer of some ranks on the host cannot be combined with."""
+    planned = () if plan is None else plan.offloading_ranks
+    if config.state_offload == "off" and not planned:
+        return []
+    problems = []
+    if stages == (0,):
+        problems.append(
+            "state_offload is 'auto', but the DeepSpeed config asks for ZeRO stage 0, at which DeepSpeed offloads nothing. "
+            "Use stage 1, 2 or 3, or leave state_offload out."
+        )
+    if offloads_optimizer(deepspeed_config):
+        wish = f"the plan offloads the optimizer of ranks {list(planned)}" if planned else "state_offload is 'auto'"
+        problems.append(
+            f"{wish}, but the DeepSpeed config offloads the optimizer of every rank (zero_optimization.offload_optimizer). "
+            "Remove one of the two."
         )
     return problems
 
@@ -279,6 +304,8 @@ def find_shared_plan(
     if sizes is not None:
         stage = _unprofiled_stage(stages)
         fractions = config.fractions_by_rank()
+        if config.state_offload == "auto" and say is not None:
+            say("sizes are given by hand and nothing is measured, so no rank keeps its optimizer on the host")
         if config.state_shards == "auto":
             fractions = resumed.state_fractions if _keeps_shares(resumed, (stage,), ranks) else None
             if fractions is None and say is not None:
@@ -288,7 +315,7 @@ def find_shared_plan(
         )
         return by_hand, None
     measured = profile(stages)
-    if config.state_shards != "even" and ranks.world_size > 1:
+    if config.plans_state and ranks.world_size > 1:
         if not all(rank.points for rank in measured.ranks):
             raise InsufficientMemoryError(_why_not(measured, stages[-1], explain))
         return _with_shares(measured, ranks, config, stages, global_batch_size, say, resumed)
@@ -310,9 +337,11 @@ def _with_shares(
     say: Callable[[str], None] | None,
     resumed: Plan | None,
 ) -> tuple[Plan, ClusterProfile]:
+    even = (1.0 / ranks.world_size,) * ranks.world_size
     fractions: Sequence[float] | None = config.state_shards if isinstance(config.state_shards, tuple) else None
+    if config.state_shards == "even":
+        fractions = even
     if fractions is None and _keeps_shares(resumed, stages, ranks):
-        even = (1.0 / ranks.world_size,) * ranks.world_size
         stages, fractions = (resumed.zero_stage,), resumed.state_fractions or even
     chosen = decide(
         ranks,
@@ -323,11 +352,19 @@ def _with_shares(
             strategy=config.strategy,
             fractions=fractions,
             max_micro_batch_size=config.caps_by_rank(ranks.world_size),
+            offload=config.state_offload == "auto",
         ),
     )
     if chosen.passed_over and say is not None:
         names = ", ".join(map(str, chosen.passed_over))
         say(f"ZeRO stage {names} passed over: {list(chosen.passed_over.values())[-1]}")
+    offloading = chosen.plan.offloading_ranks
+    if offloading and say is not None:
+        say(
+            f"state_offload: the optimizer is kept on the host on rank {', '.join(map(str, offloading))}, because otherwise "
+            f"the training state leaves no room for a sample at ZeRO stage {chosen.plan.zero_stage}; the predicted step "
+            "time does not count how much longer the optimizer takes there"
+        )
     return chosen.plan, chosen.profile
 
 

@@ -63,7 +63,7 @@ def explain(rank: int, device: str, memory: RankMemory, zero_stage: int) -> str:
         f"{gib(memory.needed_bytes(zero_stage))} ({gib(states.parameters)} parameters, {gib(states.gradients)} "
         f"gradients, {gib(states.optimizer)} optimizer, {last}), but {gib(memory.budget_bytes)} of "
         f"{gib(memory.device_bytes)} may be used. What helps: {higher}gradient checkpointing, shorter sequences, "
-        "optimizer offload, a larger memory_fraction, or leaving this rank out."
+        "optimizer offload (state_offload: auto), a larger memory_fraction, or leaving this rank out."
     )
 
 

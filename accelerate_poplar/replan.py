@@ -75,7 +75,7 @@ def judge(profile: ClusterProfile, plan: Plan, compute_time_s: Sequence[float]) 
         current_step_time_s=break_down_plan(drifted, plan).step_time_s,
         better=find_plan(
             drifted, global_batch_size=plan.global_batch_size, zero_stage=plan.zero_stage, strategy=strategy
-        ).with_state(plan.state_fractions),
+        ).with_state(plan.state_fractions, plan.offloading_ranks),
     )
 
 

@@ -49,7 +49,8 @@ def plan_table(
 ) -> Table:
     """One row per rank: what it is, what it can do, what it gets, and what holds it back.
 
-    Where the ranks' shares of the training state are uneven, two columns have each rank's part of it, even and planned.
+    Where the ranks' shares of the training state are uneven, or some of it is on a host, two columns have each rank's part
+    of it, even and planned.
 
     Args:
         plan: The plan.
@@ -93,13 +94,20 @@ def state_cells(plan: Plan, state_bytes: float | None) -> list[tuple[str, str]]:
         state_bytes: Training state that its ZeRO stage divides among the ranks, all together; None: unknown.
 
     Returns:
-        Two figures per rank, in GiB, or in percent of the state where its size is unknown; none where shares are even.
+        Two figures per rank, in GiB, or in percent of the state where its size is unknown, with a word where a part of it
+        is on the host; none where shares are even and all of it is on the devices.
     """
+    if plan.state_fractions is None and not plan.offloading_ranks:
+        return []
+    even = 1.0 / plan.world_size
 
     def figure(share: float) -> str:
         return f"{share:.1%}" if state_bytes is None else f"{share * state_bytes / GIB:.3g}"
 
-    return [(figure(1.0 / plan.world_size), figure(share)) for share in plan.state_fractions or ()]
+    return [
+        (figure(even), figure(share) + (", optimizer on host" if rank.offloads_optimizer else ""))
+        for rank, share in zip(plan.ranks, plan.state_fractions or (even,) * plan.world_size, strict=True)
+    ]
 
 
 def print_plan(

@@ -276,7 +276,7 @@ class PoplarRun:
                 emulation=self._emulation,
                 deepspeed_config=self.deepspeed_config,
                 compile_options=compile_options(),
-                uneven_state=self.config.state_shards != "even",
+                uneven_state=self.config.plans_state,
                 cache=ProfileCache(
                     folder=Path(self.config.cache_dir) if self.config.cache_dir else default_cache_dir(),
                     refresh=self.config.reprofile,
@@ -365,13 +365,15 @@ class PoplarRun:
         memory = getattr(self.profile, "memory", ())
         if self._emulation is None or not memory or self.plan is None:
             return nullcontext() if self._emulation is None else self._emulation.memory_cap()
-        parameter_bytes = memory[self.ranks.rank].states[self.plan.zero_stage].parameters
-        if self.plan.state_fractions is not None and self.plan.zero_stage == 3:
-            parameter_bytes *= self.ranks.world_size * self.plan.state_fractions[self.ranks.rank]
+        rank, states = self.ranks.rank, memory[self.ranks.rank].states[self.plan.zero_stage]
+        fractions = self.plan.state_fractions
+        share = 1.0 if fractions is None else self.ranks.world_size * fractions[rank]
+        base_bytes = states.parameters * (share if self.plan.zero_stage == 3 else 1.0)
+        if rank in self.plan.offloading_ranks and self._device.type == "cpu":
+            # To the counter the emulated device and its host are one.
+            base_bytes -= share * (states.optimizer + states.step)
         # Some optimizers make their state in the first step, some before it.
-        return self._emulation.memory_cap(
-            int(parameter_bytes), known=model.parameters(), held=optimizer_tensors(model)
-        )
+        return self._emulation.memory_cap(int(base_bytes), known=model.parameters(), held=optimizer_tensors(model))
 
     def look(self, sampler: PlanSampler, *, step: int) -> dict[str, Any] | None:
         """Judge the plan at the steps the settings name, and change it where they say so; a collective call.

@@ -147,7 +147,7 @@ def _nothing_fits(profile: ClusterProfile, zero_stage: int, ranks: Sequence[int]
         lines.append(f"{len(ranks) - _NAMED_RANKS} more ranks")
     return (
         f"not a single sample fits at ZeRO stage {zero_stage} on {'; '.join(lines)}. Use a higher ZeRO stage, "
-        "gradient checkpointing, shorter sequences or optimizer offload, or leave these ranks out."
+        "gradient checkpointing, shorter sequences or optimizer offload (state_offload: auto), or leave these ranks out."
     )
 
 

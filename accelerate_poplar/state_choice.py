@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import InsufficientMemoryError, ProfileError
 from .plan import Plan
@@ -11,7 +12,7 @@ from .profiles import ClusterProfile
 from .rank_memory import RankMemory
 from .search import find_plan
 from .state_budget import state_memory
-from .state_plan import StatePlan, find_state_plan, plan_with_fractions
+from .state_plan import find_state_plan, plan_with_fractions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ def choose_plan(
     strategy: str,
     fractions: Sequence[float] | None = None,
     max_micro_batch_size: Sequence[int] | None = None,
+    offload: bool = False,
 ) -> ChosenPlan:
     """The plan with the least predicted step time over ZeRO stages and shares of the training state.
 
@@ -45,6 +47,8 @@ def choose_plan(
         fractions: Shares that are given, one per rank, which stage 0 cannot have; None: free. Even ones win wherever
             uneven ones do not make the step shorter.
         max_micro_batch_size: Limits that have nothing to do with shares, one per rank; None: none.
+        offload: Ranks may keep their optimizer on the host, as few as possible. Only where no stage has room without,
+            and at the first stage that has room then.
 
     Raises:
         InsufficientMemoryError: At none of the stages is there room on every rank for one sample.
@@ -56,52 +60,67 @@ def choose_plan(
             "the profile says nothing of the ranks' memory, which shares of the training state are found from. Set "
             "reprofile: true, or state_shards: even."
         )
-    limits = _limits(memory, global_batch_size, max_micro_batch_size)
-    found: list[ChosenPlan] = []
-    passed_over: dict[int, str] = {}
-    for stage in stages:
-        try:
-            if stage == 0:
-                found.append(_whole_state(profile, global_batch_size, strategy))
-                continue
-            chosen = _at_stage(profile, memory, stage, global_batch_size, strategy, fractions, limits)
-            found.append(ChosenPlan(plan=chosen.plan, profile=chosen.profile))
-        except InsufficientMemoryError as problem:
-            passed_over[stage] = str(problem)
-    if not found:
-        raise InsufficientMemoryError(passed_over[stages[-1]])
-    best = min(found, key=lambda one: (one.plan.predicted_step_time_s, one.plan.zero_stage))
-    return ChosenPlan(plan=best.plan, profile=best.profile, passed_over=passed_over)
-
-
-def _at_stage(
-    profile: ClusterProfile,
-    memory: Sequence[RankMemory],
-    stage: int,
-    global_batch_size: int,
-    strategy: str,
-    fractions: Sequence[float] | None,
-    limits: Sequence[int],
-) -> StatePlan:
-    budgets = state_memory(memory, stage, largest_micro_batch=global_batch_size)
-    if fractions is None:
-        return find_state_plan(
-            profile,
-            budgets,
-            global_batch_size=global_batch_size,
-            zero_stage=stage,
-            strategy=strategy,
-            max_micro_batch_size=limits,
-        )
-    return plan_with_fractions(
-        profile,
-        budgets,
-        fractions,
+    at_stage = _AtStage(
+        profile=profile,
+        memory=memory,
         global_batch_size=global_batch_size,
-        zero_stage=stage,
         strategy=strategy,
-        max_micro_batch_size=limits,
+        fractions=fractions,
+        limits=_limits(memory, global_batch_size, max_micro_batch_size),
     )
+    passed_over: dict[int, str] = {}
+    for offloads in (False, True) if offload else (False,):
+        found: list[ChosenPlan] = []
+        for stage in stages:
+            try:
+                found.append(at_stage.plan(stage, offload=offloads))
+            except InsufficientMemoryError as problem:
+                passed_over[stage] = str(problem)
+        if found:
+            best = min(found, key=lambda one: (len(one.plan.offloading_ranks), *_time_and_stage(one)))
+            passed_over.pop(best.plan.zero_stage, None)
+            return ChosenPlan(plan=best.plan, profile=best.profile, passed_over=passed_over)
+    raise InsufficientMemoryError(passed_over[stages[-1]])
+
+
+def _time_and_stage(one: ChosenPlan) -> tuple[float, int]:
+    return one.plan.predicted_step_time_s, one.plan.zero_stage
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AtStage:
+    """What is planned for at every stage alike."""
+
+    profile: ClusterProfile
+    memory: Sequence[RankMemory]
+    global_batch_size: int
+    strategy: str
+    fractions: Sequence[float] | None
+    limits: Sequence[int]
+
+    def plan(self, stage: int, *, offload: bool) -> ChosenPlan:
+        """The best plan at a stage.
+
+        Raises:
+            InsufficientMemoryError: There is no room for the state beside one sample on every rank.
+        """
+        if stage == 0:
+            return _whole_state(self.profile, self.global_batch_size, self.strategy)
+        largest = self.global_batch_size
+        asked: dict[str, Any] = {
+            "global_batch_size": self.global_batch_size,
+            "zero_stage": stage,
+            "strategy": self.strategy,
+            "max_micro_batch_size": self.limits,
+        }
+        if offload:
+            asked["offloaded"] = state_memory(self.memory, stage, largest_micro_batch=largest, offloaded=True)
+        budgets = state_memory(self.memory, stage, largest_micro_batch=largest)
+        if self.fractions is None:
+            chosen = find_state_plan(self.profile, budgets, **asked)
+        else:
+            chosen = plan_with_fractions(self.profile, budgets, self.fractions, **asked)
+        return ChosenPlan(plan=chosen.plan, profile=chosen.profile)
 
 
 def _whole_state(profile: ClusterProfile, global_batch_size: int, strategy: str) -> ChosenPlan:

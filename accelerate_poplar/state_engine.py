@@ -25,7 +25,7 @@ def shared_state(
     """Around the building of a DeepSpeed engine: it holds the plan's shares of the training state.
 
     Args:
-        plan: The plan; nothing changes where its shares are even.
+        plan: The plan; nothing changes where its shares are even and no rank offloads its optimizer.
         ranks: The other ranks.
         deepspeed_config: This rank's engine config.
         checkpoint: The folder of the checkpoint that is loaded into the engine, if any.
@@ -36,7 +36,7 @@ def shared_state(
     """
     if checkpoint is not None:
         check_shares(plan, ranks, deepspeed_config, checkpoint)
-    if plan.state_fractions is None:
+    if plan.state_fractions is None and not plan.offloading_ranks:
         yield
         return
     with uneven_state(

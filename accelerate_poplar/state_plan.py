@@ -32,8 +32,6 @@ class StatePlan:
 
     plan: Plan
     """Micro-batches and shares; its predicted step time counts what uneven exchanges cost more."""
-    offloaded: tuple[bool, ...]
-    """Per rank: it keeps its optimizer on the host, because uneven shares alone did not make the state fit."""
     max_micro_batch_size: tuple[int, ...]
     """Largest micro-batch each rank has room for beside its share, in samples."""
     held_bytes: tuple[float, ...]
@@ -105,6 +103,7 @@ def plan_with_fractions(
     strategy: str = "optimal",
     max_micro_batch_size: Sequence[int] | None = None,
     communication_factor: float = COMMUNICATION_FACTOR,
+    offloaded: Sequence[StateMemory] | None = None,
 ) -> StatePlan:
     """The best plan under given shares of the state; arguments and errors otherwise as `find_state_plan`.
 
@@ -119,13 +118,14 @@ def plan_with_fractions(
     request = _Request(
         profile, global_batch_size, zero_stage, strategy, max_micro_batch_size, communication_factor, tuple(memory)
     )
-    found = request.under(memory, shares)
-    if found is None:
-        raise InsufficientMemoryError(
-            f"beside shares of {[round(share, 4) for share in shares]} of the training state no rank has room for a "
-            f"sample at ZeRO stage {zero_stage}. Give the ranks with little memory smaller shares."
-        )
-    return found
+    for figures in _ever_more_offloaded(memory, offloaded):
+        found = request.under(figures, shares)
+        if found is not None:
+            return found
+    raise InsufficientMemoryError(
+        f"beside shares of {[round(share, 4) for share in shares]} of the training state no rank has room for a "
+        f"sample at ZeRO stage {zero_stage}. Give the ranks with little memory smaller shares."
+    )
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,10 @@ class _Request:
             return None
         profile, plan = found
         even = (1.0 / profile.world_size,) * profile.world_size
-        plan = plan.with_state(fractions)
+        plan = plan.with_state(fractions, [rank for rank, own in enumerate(memory) if own.offloaded])
         held = zip(memory, fractions or even, strict=True)
         return StatePlan(
             plan=plan,
-            offloaded=tuple(own.offloaded for own in memory),
             max_micro_batch_size=profile.stage(self.zero_stage).max_micro_batch_size,
             held_bytes=tuple(own.held_bytes(share) for own, share in held),
             even_bytes=tuple(own.held_bytes(share) for own, share in zip(self.before_offload, even, strict=True)),
@@ -287,7 +286,7 @@ def _does_not_fit(profile: ClusterProfile, memory: Sequence[StateMemory], zero_s
     for rank, own in zip(profile.ranks, memory, strict=True):
         left = max(0.0, float(own.largest_shares()[0]) * own.sharded_bytes)
         lines.append(f"rank {rank.rank} ({rank.device or 'device unknown'}) has room for {_gib(left)} of it")
-    more = "" if with_offload else "optimizer offload, "
+    more = "" if with_offload else "optimizer offload (state_offload: auto), "
     return (
         f"the training state that ZeRO stage {zero_stage} shards takes {_gib(max(m.sharded_bytes for m in memory))} over "
         f"all ranks, but beside one sample {'; '.join(lines)}. What helps: "

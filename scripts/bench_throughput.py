@@ -7,8 +7,10 @@
 
 For every model and ZeRO stage: the stock Trainer with DeepSpeed (an even split), then PoplarTrainer with the plans of the
 strategies flops (Whale's idea), proportional, poplar (as published) and optimal, and the bound: the sum of the ranks' own
-speeds, measured in the same run without any communication. Runs take turns, so that a noisy machine disturbs all alike;
-the step time is the median over all rounds. All runs see the same samples in every step, so their losses can be compared.
+speeds without any communication. It is measured again after every step, and a step is set against what the ranks did on
+their own right after it, so that a machine whose speed drifts disturbs nothing; the share of the bound is the median over all
+steps and rounds, and speeds are that share of the median bound. All runs see the same samples in every step, so their losses
+can be compared.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--per_rank_samples",
         type=int,
-        help="global batch over number of ranks (default: 32; 96 on cores, whose steps are short)",
+        help="global batch over number of ranks (default: 32; 64 on cores, whose steps are short)",
     )
     parser.add_argument("--steps", type=int, default=6, help="measured optimizer steps of a run (default 6)")
     parser.add_argument("--rounds", type=int, default=1, help="runs of every strategy (default 1)")
@@ -127,7 +129,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
         "size": args.size,
         "seq_len": args.seq_len,
         "zero_stages": args.zero_stages,
-        "per_rank_samples": args.per_rank_samples or (96 if setting.cores and not setting.slowdown else 32),
+        "per_rank_samples": args.per_rank_samples or (64 if setting.cores and not setting.slowdown else 32),
         "steps": args.steps,
         "rounds": args.rounds,
         "profile_budget_s": args.profile_budget_s,

@@ -42,25 +42,66 @@ EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
 WARM_UP = 2
 """First optimizer steps of a run, not measured."""
+OWN_SPEED_S = 1.0
+"""Seconds that the ranks' own speeds are measured for after every step, at least."""
 VOCABULARY = 1024
 SHAPES = {"tiny": (4, 128, 4), "base": (12, 768, 12)}
 """Layers, hidden size, heads."""
 
 
-class StepClock(TrainerCallback):
-    """Times from the end of one optimizer step to the end of the next."""
+class OwnSpeed:
+    """How many samples/s this rank runs forward and backward, without waiting for any other.
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    Args:
+        network: A model of its own, on its device.
+        batch: A micro-batch of the rank's fastest size.
+        emulation: What the rank pretends to be; attached to the network.
+    """
+
+    def __init__(self, network: torch.nn.Module, batch: dict[str, torch.Tensor], emulation: Emulation) -> None:
+        self._network = network
+        self._batch = batch
+        self._emulation = emulation
+        self._emulation.attach(network)
+
+    def measure(self) -> float:
+        """Samples/s of at least one pass, all ranks at once."""
+        passes, start = 0, time.perf_counter()
+        while passes == 0 or time.perf_counter() - start < OWN_SPEED_S:
+            torch.autograd.backward(self._network(**self._batch).loss)
+            self._network.zero_grad()
+            synchronize()
+            passes += 1
+        return passes * len(self._batch["input_ids"]) / (time.perf_counter() - start)
+
+
+class StepClock(TrainerCallback):
+    """Times from the end of one optimizer step to the end of the next, and the ranks' own speeds after each of them."""
+
+    def __init__(self, own: OwnSpeed, ranks: Ranks) -> None:
+        self._own = own
+        self._ranks = ranks
+        self._resumed = 0.0
+        self.seconds: list[float] = []
+        """Of every step but the first."""
+        self.own_speeds: list[list[float]] = []
+        """Samples/s right after each of them, indexed by rank."""
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
+        synchronize()
+        now = time.perf_counter()
+        if self._resumed:
+            self.seconds.append(now - self._resumed)
+        speeds = self._ranks.gather(self._own.measure())
+        if self._resumed:
+            self.own_speeds.append(speeds)
+        self._resumed = time.perf_counter()
 
-    def seconds(self) -> list[float]:
-        """One time per measured step."""
-        return [after - before for before, after in zip(self.ends[WARM_UP:], self.ends[WARM_UP + 1 :], strict=False)]
+
+def synchronize() -> None:
+    """Wait for a GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class Bench:
@@ -72,6 +113,7 @@ class Bench:
         self.rank = int(os.environ["RANK"])
         self.global_batch_size = job["per_rank_samples"] * self.world_size
         self.ranks: Ranks | None = None
+        self.own: OwnSpeed | None = None
         emulation = EmulationConfig.from_environment()
         self.slowdown = emulation.slowdown[self.rank] if emulation.slowdown else 1.0
 
@@ -81,6 +123,7 @@ class Bench:
         for model in self.job["models"]:
             rows = self.rows(model)
             profile = self.profile(model, rows)
+            self.own = self.own_speed(model, rows, profile)
             for stage in self.job["zero_stages"]:
                 results.append(self.compare(model, stage, rows, profile))
         return results
@@ -170,25 +213,26 @@ class Bench:
         # Equal plans are run once, under the name of the first.
         first = {name: next(other for other in plans if same(plans[other], plan)) for name, plan in plans.items()}
         wanted = [EVEN, *(name for name in plans if first[name] == name)]
-        seconds: dict[str, list[float]] = {name: [] for name in wanted}
+        clocks: dict[str, list[StepClock]] = {name: [] for name in wanted}
         losses: dict[str, list[float]] = {}
-        speeds: list[float] = []
         for turn in range(self.job["rounds"]):
             self.say(f"{model}, ZeRO stage {stage}, round {turn + 1} of {self.job['rounds']}: {', '.join(wanted)}")
             for name in wanted[turn % len(wanted) :] + wanted[: turn % len(wanted)]:
-                times, losses[name] = self.train(model, stage, rows, profile, plans.get(name))
-                seconds[name] += times
-            speeds.append(self.own_speed(model, rows, profile))
-        bounds = self.ranks.gather(statistics.median(speeds))
+                clock, losses[name] = self.train(model, stage, rows, profile, plans.get(name))
+                clocks[name].append(clock)
+        speeds = [own for name in wanted for clock in clocks[name] for own in clock.own_speeds[WARM_UP:]]
+        own_speeds = [statistics.median(column) for column in zip(*speeds, strict=True)]
         even_plan = [[self.job["per_rank_samples"]]] * self.world_size
         strategies = {}
         for name in (EVEN, *plans):
             run = first.get(name, name)
             sizes = [list(rank.micro_batch_sizes) for rank in plans[name].ranks] if name in plans else even_plan
+            shares = [share for clock in clocks[run] for share in self.shares_of_bound(clock)]
             strategies[name] = {
-                "samples_per_s": self.global_batch_size / statistics.median(seconds[run]),
-                "step_time_s": statistics.median(seconds[run]),
-                "step_times_s": seconds[run],
+                # What it would be while the ranks are as fast as they were most of the time.
+                "samples_per_s": statistics.median(shares) * sum(own_speeds),
+                "shares_of_bound": shares,
+                "step_times_s": [seconds for clock in clocks[run] for seconds in clock.seconds[WARM_UP:]],
                 "predicted_step_time_s": plans[name].predicted_step_time_s if name in plans else None,
                 "loss_difference": max(abs(a - b) for a, b in zip(losses[run], losses[EVEN], strict=True)),
                 "micro_batch_sizes": sizes,
@@ -200,17 +244,22 @@ class Bench:
             "model": f"{self.job['size']} {model}",
             "zero_stage": stage,
             "global_batch_size": self.global_batch_size,
-            "bound_samples_per_s": sum(bounds),
-            "own_samples_per_s": bounds,
+            "bound_samples_per_s": sum(own_speeds),
+            "own_samples_per_s": own_speeds,
             "strategies": strategies,
         }
 
+    def shares_of_bound(self, clock: StepClock) -> list[float]:
+        """The speed of every measured step over what the ranks did on their own right after it."""
+        measured = zip(clock.seconds[WARM_UP:], clock.own_speeds[WARM_UP:], strict=True)
+        return [self.global_batch_size / seconds / sum(speeds) for seconds, speeds in measured]
+
     def train(
         self, model: str, stage: int, rows: list[Any], profile: ClusterProfile, plan: Plan | None
-    ) -> tuple[list[float], list[float]]:
-        """One run: step times of its measured steps and all its logged losses, those of rank 0 on every rank."""
+    ) -> tuple[StepClock, list[float]]:
+        """One run: the times of its steps, and all its logged losses, those of rank 0 on every rank."""
         self.forget()
-        clock = StepClock()
+        clock = StepClock(self.own, self.ranks)
         with tempfile.TemporaryDirectory() as folder:
             args = self.arguments(folder, stage, self.job["per_rank_samples"])
             common = {"model": self.model(model), "args": args, "train_dataset": rows, "callbacks": [clock]}
@@ -227,30 +276,19 @@ class Bench:
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        times, losses = self.ranks.broadcast((clock.seconds(), losses))
+        clock.seconds, losses = self.ranks.broadcast((clock.seconds, losses))
         del trainer, common
         gc.collect()
-        return times, losses
+        return clock, losses
 
-    def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> float:
-        """Samples/s of this rank in forward and backward at its fastest size, all ranks at once and none waiting."""
+    def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> OwnSpeed:
+        """This rank on its own, at its fastest size."""
         size = self.curve(profile).fastest_size()
         network = self.model(model).to(self.device()).train()
         batch = {key: torch.stack([row[key] for row in rows[:size]]).to(self.device()) for key in rows[0]}
-        times = []
-        self.ranks.gather(None)
         emulation = Emulation(slowdown=self.slowdown)
         emulation.expect(self.pass_seconds(profile, size))
-        with emulation.attach(network):
-            started = time.perf_counter()
-            while len(times) < 4 or time.perf_counter() - started < 3.0:
-                before = time.perf_counter()
-                torch.autograd.backward(network(**batch).loss)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                times.append(time.perf_counter() - before)
-                network.zero_grad()
-        return size / statistics.median(times[1:])
+        return OwnSpeed(network, batch, emulation)
 
     def curve(self, profile: ClusterProfile) -> StepTimeCurve:
         """This rank's, up to its largest micro-batch at any stage."""

@@ -9,4 +9,6 @@ CASES = (
     "plain_loop",
     "automatic",
     "zero_init",
+    *(f"offload-zero{stage}" for stage in (1, 3)),
+    "offload_automatic",
 )

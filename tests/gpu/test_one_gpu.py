@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from accelerate_poplar.comm import SingleRank
 from accelerate_poplar.curve import StepTimeCurve
@@ -15,30 +15,12 @@ from accelerate_poplar.measure import MeasuredProfile, profile_cluster
 from accelerate_poplar.memory import DTYPE_NAMES
 
 from ..core.tiny_models import token_loss
+from .one_gpu import SEQ_LEN, new_model, rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-SEQ_LEN, VOCABULARY, LARGEST = 256, 8192, 48
+LARGEST = 48
 MEMORY_ERROR, TIME_ERROR = 0.05, 0.10
-
-
-def new_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=512,
-            intermediate_size=1408,
-            num_hidden_layers=6,
-            num_attention_heads=8,
-            use_cache=False,
-        )
-    )
-
-
-def rows(size: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, VOCABULARY, (size, SEQ_LEN))
-    return {"input_ids": ids, "labels": ids}
 
 
 def profile(dtype: torch.dtype, model: LlamaForCausalLM | None = None) -> MeasuredProfile:

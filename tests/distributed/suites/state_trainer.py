@@ -19,6 +19,7 @@ from suites.common import compare, compare_parameters, history, rows, run_cases,
 from accelerate_poplar import ConfigError, InsufficientMemoryError, Plan, PoplarConfig, PoplarTrainer
 from accelerate_poplar.comm import connect
 from accelerate_poplar.host import start_gloo_state
+from accelerate_poplar.planning import plan_by_hand
 from accelerate_poplar.state_shards import held_bytes
 
 SHARES = (0.75, 0.25)
@@ -192,6 +193,60 @@ def automatic() -> list[str]:
     return problems + wrong_bytes(trainer.model_wrapped, plan.state_fractions)
 
 
+def offload(stage: int) -> list[str]:
+    """Rank 1 keeps its optimizer on the host, as a given plan says: the same training, also after a resume."""
+    data, folder = rows("llama", 40), shared_folder()
+    settings = {**ADAM, "save_strategy": "steps", "save_steps": 2, "output_dir": folder}
+    plan = plan_by_hand((3, 1), accumulation=1, zero_stage=stage).with_state(SHARES, [1])
+    given = {"poplar_plan": plan, "poplar_config": PoplarConfig(zero_stage=stage, report=False)}
+    even = train("llama", data, trainer_kwargs=by_hand(stage, "even"), **ADAM)
+    trainer = train("llama", data, trainer_kwargs=given, **settings)
+    again = continued(data, f"{folder}/checkpoint-2", trainer_kwargs=given, **settings)
+    problems = compare_runs(trainer, even) + compare_runs(again, even, steps=2)
+    problems += wrong_bytes(trainer.model_wrapped, SHARES)
+    return problems + wrong_offload(trainer, (False, True)) + wrong_offload(again, (False, True))
+
+
+def wrong_offload(trainer: Any, wanted: tuple[bool, ...]) -> list[str]:
+    """Where a rank's engine does not have its optimizer where the plan says."""
+    by_rank = tuple(connect(60.0).gather(bool(trainer.model_wrapped.zero_cpu_offload())))
+    return [] if by_rank == wanted else [f"the engines offload {by_rank}, expected {wanted}"]
+
+
+def offload_automatic() -> list[str]:
+    """Rank 1 has room for a tenth of the state, rank 0 for two thirds; without its optimizer rank 1 has enough."""
+    model = functools.partial(common.tiny_llama, 64)
+    parameters = sum(p.numel() for p in model().parameters())
+    small, large = (bytes_each * parameters / 0.9 / 2**30 for bytes_each in (13.0, 24.0))
+    data = rows("llama", 40)
+
+    def run(state_offload: str) -> Any:
+        common.set_seed(3)
+        config = PoplarConfig(
+            zero_stage=2,
+            global_batch_size=8,
+            state_shards="auto",
+            state_offload=state_offload,
+            profile_budget_s=1.0,
+            cache_dir=tempfile.mkdtemp(),
+        )
+        return train("llama", data, model=model(), trainer_kwargs={"poplar_config": config}, **ADAM)
+
+    with mock.patch.dict(os.environ, {"POPLAR_EMULATE_MEMORY_GIB": f"{large},{small}"}):
+        try:
+            run("off")
+            return ["the state was not refused"]
+        except InsufficientMemoryError as error:
+            problems = [] if "state_offload: auto" in str(error) else [f"offload is not named: {error}"]
+        trainer = run("auto")
+    if trainer.poplar.plan.offloading_ranks != (1,):
+        problems.append(f"ranks {trainer.poplar.plan.offloading_ranks} offload")
+    common.set_seed(3)
+    on_devices = {"poplar_plan": trainer.poplar.plan.with_state(None)}
+    even = train("llama", data, model=model(), trainer_kwargs=on_devices, **ADAM)
+    return problems + compare_runs(trainer, even) + wrong_offload(trainer, (False, True))
+
+
 def zero_init() -> list[str]:
     """A model that `from_pretrained` has partitioned evenly is cut again; evaluation and `save_model` see it whole."""
     import transformers
@@ -242,6 +297,8 @@ def table() -> dict[str, Callable[[], Any]]:
         "plain_loop": plain_loop,
         "automatic": automatic,
         "zero_init": zero_init,
+        **{f"offload-zero{s}": functools.partial(offload, s) for s in (1, 3)},
+        "offload_automatic": offload_automatic,
     }
     if set(CASES) != set(found):
         raise KeyError(f"state_trainer_cases.py and this suite differ: {sorted(set(CASES) ^ set(found))}")
