@@ -62,7 +62,7 @@ def main() -> int:
     )
     parser.add_argument("--mib", type=int, default=64, help="MiB exchanged (default 64)")
     parser.add_argument("--rounds", type=int, default=7, help="exchanges of each kind (default 7)")
-    parser.add_argument("--steps", type=int, default=8, help="measured optimizer steps of the gain part (default 8)")
+    parser.add_argument("--steps", type=int, default=6, help="measured optimizer steps of the gain part (default 6)")
     parser.add_argument("--timeout_s", type=float, default=1200.0, help="for one launch (default 1200)")
     args = parser.parse_args()
     for part in (args.only,) if args.only else PARTS:
@@ -156,10 +156,10 @@ def show_gain(args: argparse.Namespace) -> None:
         "samples/s",
     ):
         table.add_column(column, justify="right")
-    for memory_mib, slowdown, label in (((260, 130), (2.0, 2.0), "2:1"), ((390, 130), (2.0, 4.0), "3:1")):
+    for memory_mib, slowdown, label in (((128, 64), (4.0, 4.0), "2:1"), ((192, 64), (4.0, 8.0), "3:1")):
         request = {
             "hidden": 256,
-            "length": 128,
+            "length": 64,
             "zero_stage": 3,
             "memory_mib": memory_mib,
             "slowdown": slowdown,

@@ -28,10 +28,14 @@ from accelerate_poplar.curve import StepTimeCurve
 from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.errors import InsufficientMemoryError
 from accelerate_poplar.measure import profile_cluster
+from accelerate_poplar.memory import predict_activations
+from accelerate_poplar.model_state import ZeroSettings, model_size, model_states
 from accelerate_poplar.profiles import ClusterProfile
+from accelerate_poplar.rank_memory import RankMemory
 from accelerate_poplar.state_budget import state_memory
 from accelerate_poplar.state_collectives import gather_shards, reduce_shards
 from accelerate_poplar.state_layout import StateShares
+from accelerate_poplar.state_memory import StateMemory
 from accelerate_poplar.state_plan import StatePlan, find_state_plan, plan_with_fractions
 from accelerate_poplar.state_shards import held_bytes, uneven_state
 
@@ -144,8 +148,8 @@ class Setting:
     def plans(self, layers: int, *, budget_s: float) -> tuple[ClusterProfile, dict[str, StatePlan | None]]:
         """Profile a model of so many layers, and plan with even and with free shares; a collective call.
 
-        The emulated memory is what the planner is told; a model that does not fit it with even shares is profiled all the
-        same. None: does not fit.
+        The emulated memory is what the planner is told; a model that does not fit it with even shares is timed all the same.
+        None: does not fit.
         """
         stage, length, batch = (self.request[name] for name in ("zero_stage", "length", "global_batch_size"))
         profile = profile_cluster(
@@ -166,12 +170,7 @@ class Setting:
             emulation=self.emulation,
             deepspeed_config=deepspeed_config(stage),
         )
-        known = [
-            dataclasses.replace(own, memory_bytes=mib * MIB)
-            for own, mib in zip(
-                state_memory(profile.memory, stage, largest_micro_batch=batch), self.request["memory_mib"], strict=True
-            )
-        ]
+        known = self.memory(layers)
         asked = {"global_batch_size": batch, "zero_stage": stage}
         even = [1 / len(known)] * len(known)
         return profile, {
@@ -179,18 +178,48 @@ class Setting:
             "free": _unless_too_large(lambda: find_state_plan(profile, known, **asked)),
         }
 
-    def largest(self, name: str, seen: dict[int, dict[str, StatePlan | None]]) -> int:
-        """Layers of the largest model for which there is a plan."""
-        fits, too_large = 0, self.request["most_layers"] + 1
-        while too_large - fits > 1:
-            middle = (fits + too_large) // 2
-            if middle not in seen:
-                _, seen[middle] = self.plans(middle, budget_s=0.0)
-            if seen[middle][name] is not None:
-                fits = middle
-            else:
-                too_large = middle
-        return fits
+    def memory(self, layers: int) -> tuple[StateMemory, ...]:
+        """Every rank's memory with a model of so many layers, as predicted; nothing is run."""
+        stage, length = self.request["zero_stage"], self.request["length"]
+        model = make_model(layers, self.request["hidden"])
+        activations = predict_activations(
+            model,
+            lambda own, batch: own(**batch).loss,
+            lambda rows: make_batch(rows, length),
+            device=torch.device("cpu"),
+            dtype=torch.bfloat16,
+            sizes=(1, 2, 4),
+        )
+        states = model_states(
+            model_size(model),
+            dtype=torch.bfloat16,
+            zero_stage=stage,
+            world_size=self.ranks.world_size,
+            settings=ZeroSettings.from_config(deepspeed_config(stage)),
+        )
+        ranks = [
+            RankMemory(
+                device_bytes=mib * MIB,
+                budget_bytes=mib * MIB,
+                activations=activations,
+                measured_correction=1.0,
+                states={stage: states},
+            )
+            for mib in self.request["memory_mib"]
+        ]
+        return state_memory(ranks, stage, largest_micro_batch=self.request["global_batch_size"])
+
+    def largest(self) -> dict[str, int]:
+        """Layers of the largest model with room for one sample on every rank, with even and with free shares; 0: none."""
+        found = {"even": 0, "free": 0}
+        for layers in range(1, self.request["most_layers"] + 1):
+            room = [float(own.largest_shares()[0]) for own in self.memory(layers)]
+            if min(room) >= 1.0 / len(room):
+                found["even"] = layers
+            if min(room) <= 0.0 or sum(room) < 1.0:
+                break
+            found["free"] = layers
+        return found
 
     def timed(self, found: StatePlan, layers: int, profile: ClusterProfile) -> float:
         """Median seconds of an optimizer step of a plan, the ranks as fast as their profile says."""
@@ -229,8 +258,7 @@ def _unless_too_large(plan: Callable[[], StatePlan]) -> StatePlan | None:
 def gain(request: dict[str, Any]) -> list[dict[str, Any]]:
     """The largest model with even and with free shares, and the speed of both at these sizes; a collective call."""
     setting = Setting(request, connect(300.0), Emulation(slowdown=request["slowdown"][dist.get_rank()]))
-    seen: dict[int, dict[str, StatePlan | None]] = {}
-    largest = {name: setting.largest(name, seen) for name in ("even", "free")}
+    largest = setting.largest()
     found = []
     for layers in sorted(set(largest.values()) - {0}):
         profile, plans = setting.plans(layers, budget_s=request["budget_s"])
