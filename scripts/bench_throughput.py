@@ -83,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=6, help="measured optimizer steps of a run (default 6)")
     parser.add_argument("--rounds", type=int, default=1, help="runs of every strategy (default 1)")
+    parser.add_argument("--own_speed_s", type=float, default=1.0, help="of the bound, after every step (default 1)")
     parser.add_argument("--profile_budget_s", type=float, default=60.0)
     parser.add_argument("--timeout_s", type=float, default=3600.0, help="for one setting")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
@@ -132,6 +133,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
         "per_rank_samples": args.per_rank_samples or (64 if setting.cores and not setting.slowdown else 32),
         "steps": args.steps,
         "rounds": args.rounds,
+        "own_speed_s": args.own_speed_s,
         "profile_budget_s": args.profile_budget_s,
     }
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if setting.cores else {}

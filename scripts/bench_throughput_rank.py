@@ -42,8 +42,6 @@ EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
 WARM_UP = 2
 """First optimizer steps of a run, not measured."""
-OWN_SPEED_S = 1.0
-"""Seconds that the ranks' own speeds are measured for after every step, at least."""
 VOCABULARY = 1024
 SHAPES = {"tiny": (4, 128, 4), "base": (12, 768, 12)}
 """Layers, hidden size, heads."""
@@ -56,18 +54,22 @@ class OwnSpeed:
         network: A model of its own, on its device.
         batch: A micro-batch of the rank's fastest size.
         emulation: What the rank pretends to be; attached to the network.
+        seconds: Of every measurement, at least.
     """
 
-    def __init__(self, network: torch.nn.Module, batch: dict[str, torch.Tensor], emulation: Emulation) -> None:
+    def __init__(
+        self, network: torch.nn.Module, batch: dict[str, torch.Tensor], emulation: Emulation, seconds: float
+    ) -> None:
         self._network = network
         self._batch = batch
+        self._seconds = seconds
         self._emulation = emulation
         self._emulation.attach(network)
 
     def measure(self) -> float:
         """Samples/s of at least one pass, all ranks at once."""
         passes, start = 0, time.perf_counter()
-        while passes == 0 or time.perf_counter() - start < OWN_SPEED_S:
+        while passes == 0 or time.perf_counter() - start < self._seconds:
             torch.autograd.backward(self._network(**self._batch).loss)
             self._network.zero_grad()
             synchronize()
@@ -288,7 +290,7 @@ class Bench:
         batch = {key: torch.stack([row[key] for row in rows[:size]]).to(self.device()) for key in rows[0]}
         emulation = Emulation(slowdown=self.slowdown)
         emulation.expect(self.pass_seconds(profile, size))
-        return OwnSpeed(network, batch, emulation)
+        return OwnSpeed(network, batch, emulation, self.job["own_speed_s"])
 
     def curve(self, profile: ClusterProfile) -> StepTimeCurve:
         """This rank's, up to its largest micro-batch at any stage."""
