@@ -192,6 +192,7 @@ def reusable_plan(
         and config.per_rank_micro_batch_sizes is None
         and config.max_micro_batch_size is None
         and (config.state_shards == "auto" or resumed.state_fractions == config.fractions_by_rank())
+        and (config.state_offload == "auto" or not resumed.offloading_ranks)
         and resumed.strategy == config.strategy
         and resumed.zero_stage in stages
         and [rank.device for rank in profile.ranks] == [fact.device for fact in facts]

@@ -167,15 +167,7 @@ class PoplarRun:
             self.say("same devices as in the checkpoint: its plan is used again, nothing is profiled")
         agree(self.ranks, plan.digest, "the plan")
         self.plan = plan
-        count = self._counter(host)
-        self.weigher = StepWeigher(
-            rule=self.loss_rule,
-            world_size=self.ranks.world_size,
-            zero_stage=plan.zero_stage,
-            ghost=data.ghost(count),
-            sum_over_ranks=self.sum_over_ranks,
-            count=count,
-        )
+        self.weigher = self._make_weigher(host, data, plan)
         self.model_size = model_size(host.model)
         for straggler in getattr(self.profile, "stragglers", ()):
             self.say(str(straggler))
@@ -185,19 +177,7 @@ class PoplarRun:
             self.pace_by(self.profile)
         self._start_watching(host, plan)
         if self.ranks.rank == 0:
-            states = model_states(
-                self.model_size,
-                dtype=host.dtype,
-                zero_stage=plan.zero_stage,
-                world_size=1,
-                optimizer_bytes_per_parameter=self._optimizer_bytes,
-            )
-            print_plan(
-                plan,
-                self.profile,
-                emulated=self.emulation_config.active,
-                state_bytes=states.sharded(plan.zero_stage),
-            )
+            self._show(host, plan)
         return plan
 
     def _look_at_devices(self, host: Host) -> Sequence[DeviceFacts]:
@@ -291,6 +271,30 @@ class PoplarRun:
             return rule.count(batch) if by_host is None else by_host
 
         return count
+
+    def _make_weigher(self, host: Host, data: ProbeData, plan: Plan) -> StepWeigher:
+        count = self._counter(host)
+        return StepWeigher(
+            rule=self.loss_rule,
+            world_size=self.ranks.world_size,
+            zero_stage=plan.zero_stage,
+            ghost=data.ghost(count),
+            sum_over_ranks=self.sum_over_ranks,
+            count=count,
+        )
+
+    def _show(self, host: Host, plan: Plan) -> None:
+        """Print the table."""
+        states = model_states(
+            self.model_size,
+            dtype=host.dtype,
+            zero_stage=plan.zero_stage,
+            world_size=1,
+            optimizer_bytes_per_parameter=self._optimizer_bytes,
+        )
+        print_plan(
+            plan, self.profile, emulated=self.emulation_config.active, state_bytes=states.sharded(plan.zero_stage)
+        )
 
     def _start_watching(self, host: Host, plan: Plan) -> None:
         self.clock = ComputeClock(

@@ -47,8 +47,8 @@ def choose_plan(
         fractions: Shares that are given, one per rank, which stage 0 cannot have; None: free. Even ones win wherever
             uneven ones do not make the step shorter.
         max_micro_batch_size: Limits that have nothing to do with shares, one per rank; None: none.
-        offload: Ranks may keep their optimizer on the host, as few as possible. Only where no stage has room without,
-            and at the first stage that has room then.
+        offload: Ranks may keep their optimizer on the host where no stage has room without; then the plan is the fastest of
+            those in which the fewest do.
 
     Raises:
         InsufficientMemoryError: At none of the stages is there room on every rank for one sample.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from accelerate_poplar import PoplarConfig
+from accelerate_poplar.config import EmulationConfig
+from accelerate_poplar.device import DeviceFacts
 from accelerate_poplar.ds_config import rank_config
 from accelerate_poplar.errors import ConfigError, InsufficientMemoryError, PlanError
 from accelerate_poplar.plan import Plan, RankPlan
-from accelerate_poplar.planning import plan_by_hand, state_conflicts
+from accelerate_poplar.planning import plan_by_hand, reusable_plan, state_conflicts
 from accelerate_poplar.replan import judge
 from accelerate_poplar.report import plan_table
 from accelerate_poplar.state_choice import choose_plan
@@ -23,7 +26,8 @@ TOO_SMALL = (260, 150)
 
 def offloading(stage: int = 2) -> Plan:
     """Rank 1 of two offloads."""
-    return plan_by_hand((3, 1), accumulation=2, zero_stage=stage).with_state((0.75, 0.25), [1])
+    plan = plan_by_hand((3, 1), accumulation=2, zero_stage=stage).with_state((0.75, 0.25), [1])
+    return replace(plan, strategy="optimal")
 
 
 # ---- settings ---------------------------------------------------------------------------------------------------
@@ -122,6 +126,15 @@ def test_sizes_by_hand_offload_nothing_and_say_so() -> None:
     plan = shared(PoplarConfig(per_rank_micro_batch_sizes=(3, 1), state_offload="auto"), say=told.append)
     assert plan.offloading_ranks == ()
     assert "no rank keeps its optimizer on the host" in told[0]
+
+
+@pytest.mark.parametrize(("setting", "again"), [("auto", True), ("off", False)])
+def test_a_resumed_run_takes_the_plan_again_where_it_may_offload(setting: str, again: bool) -> None:
+    profile, plan = measured(1000, 150), offloading()
+    facts = [DeviceFacts(host="h", device=f"d{rank}", memory_bytes=1000, free_bytes=1000) for rank in (0, 1)]
+    config = PoplarConfig(state_shards="auto", state_offload=setting, strategy=plan.strategy)
+    found = reusable_plan(plan, profile, config=config, emulation=EmulationConfig(), stages=(2,), facts=facts)
+    assert (found is plan) == again
 
 
 # ---- what a rank is given ---------------------------------------------------------------------------------------
