@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ _STAND_IN_SIZE, _STAND_IN_CALLS = 512, 50
 """Rows of the square matrices that keep a GPU busy, and multiplications to time one with."""
 
 Clock = Callable[[], float]
+_Work = TypeVar("_Work", bound=Callable[[float], None])
 
 
 class StandInCompute:
@@ -155,21 +156,20 @@ class Husk(nn.Module):
 
     def compute(self, seconds: float, device: torch.device, clock: Clock = time.perf_counter) -> None:
         """Let forward and backward together take so many seconds of compute, shared out evenly."""
-        touched = self._touched()
-        work = StandInCompute(device, seconds / (3 * max(len(touched), 1)), clock)
-        for module in touched:
-            module.work = work
+        self._share_out(seconds, lambda share: StandInCompute(device, share, clock))
 
     def pause(self, seconds: float, clock: Clock = time.perf_counter) -> None:
         """Let forward and backward together take so many seconds, shared out evenly, by pauses; call it once."""
-        touched = self._touched()
-        pauses = StandInPauses(seconds / (3 * max(len(touched), 1)), clock)
-        for module in touched:
-            module.work = pauses
+        pauses = self._share_out(seconds, lambda share: StandInPauses(share, clock))
         self.register_forward_pre_hook(lambda module, args: pauses.begin())
 
-    def _touched(self) -> list[Husk]:
-        return [module for module in self.modules() if isinstance(module, Husk) and module._parameters]
+    def _share_out(self, seconds: float, make: Callable[[float], _Work]) -> _Work:
+        """Give all modules with parameters the same work; a backward pass does it twice, a forward pass once."""
+        touched = [module for module in self.modules() if isinstance(module, Husk) and module._parameters]
+        work = make(seconds / (3 * max(len(touched), 1)))
+        for module in touched:
+            module.work = work
+        return work
 
 
 def _called(module: Husk) -> Iterator[Husk]:

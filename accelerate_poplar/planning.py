@@ -303,18 +303,7 @@ def find_shared_plan(
         return plan, None
     sizes = config.sizes_by_rank(ranks.world_size)
     if sizes is not None:
-        stage = _unprofiled_stage(stages)
-        fractions = config.fractions_by_rank()
-        if config.state_offload == "auto" and say is not None:
-            say("sizes are given by hand and nothing is measured, so no rank keeps its optimizer on the host")
-        if config.state_shards == "auto":
-            fractions = resumed.state_fractions if _keeps_shares(resumed, (stage,), ranks) else None
-            if fractions is None and say is not None:
-                say("sizes are given by hand and nothing is measured, so the shares of the training state are even")
-        by_hand = plan_by_hand(
-            sizes, accumulation=batch.gradient_accumulation_steps, zero_stage=stage, fractions=fractions
-        )
-        return by_hand, None
+        return _with_sizes(sizes, ranks, config, batch, _unprofiled_stage(stages), say, resumed), None
     measured = profile(stages)
     if config.plans_state and ranks.world_size > 1:
         if not all(rank.points for rank in measured.ranks):
@@ -327,6 +316,26 @@ def find_shared_plan(
         lambda: find_plan(measured, global_batch_size=global_batch_size, zero_stage=stage, strategy=config.strategy),
     )
     return plan, measured
+
+
+def _with_sizes(
+    sizes: Sequence[int],
+    ranks: Ranks,
+    config: PoplarConfig,
+    batch: BatchRequest,
+    stage: int,
+    say: Callable[[str], None] | None,
+    resumed: Plan | None,
+) -> Plan:
+    """The plan of sizes given by hand, on the shares of the settings."""
+    fractions = config.fractions_by_rank()
+    if config.state_offload == "auto" and say is not None:
+        say("sizes are given by hand and nothing is measured, so no rank keeps its optimizer on the host")
+    if config.state_shards == "auto":
+        fractions = resumed.state_fractions if _keeps_shares(resumed, (stage,), ranks) else None
+        if fractions is None and say is not None:
+            say("sizes are given by hand and nothing is measured, so the shares of the training state are even")
+    return plan_by_hand(sizes, accumulation=batch.gradient_accumulation_steps, zero_stage=stage, fractions=fractions)
 
 
 def _with_shares(

@@ -123,11 +123,17 @@ def largest_model(cluster: Cluster, work: Workload, *, zero_stage: int, uneven: 
         memory = simulated_state_memory(
             cluster, _with_layers(work, middle), zero_stage=zero_stage, largest_micro_batch=1
         )
-        low, high = (middle, high) if _fits(memory, uneven) else (low, middle - 1)
+        low, high = (middle, high) if fits(memory, uneven=uneven) else (low, middle - 1)
     return None if low == 0 else _with_layers(work, low).model
 
 
-def _fits(memory: Sequence[StateMemory], uneven: bool) -> bool:
+def fits(memory: Sequence[StateMemory], *, uneven: bool) -> bool:
+    """Whether every rank has room for one sample beside its share of the training state.
+
+    Args:
+        memory: One entry per rank.
+        uneven: Whether shares may be uneven.
+    """
     room = [float(own.largest_shares()[1]) for own in memory]
     return (sum(room) >= 1.0 and min(room) > 0.0) if uneven else min(room) >= 1.0 / len(memory)
 

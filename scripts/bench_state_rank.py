@@ -38,6 +38,7 @@ from accelerate_poplar.state_layout import StateShares
 from accelerate_poplar.state_memory import StateMemory
 from accelerate_poplar.state_plan import StatePlan, find_state_plan, plan_with_fractions
 from accelerate_poplar.state_shards import held_bytes, uneven_state
+from accelerate_poplar.state_simulation import fits
 
 MIB = 2**20
 VOCABULARY = 1024
@@ -145,7 +146,7 @@ class Setting:
     ranks: Ranks
     emulation: Emulation
 
-    def plans(self, layers: int, *, budget_s: float) -> tuple[ClusterProfile, dict[str, StatePlan | None]]:
+    def plans(self, layers: int) -> tuple[ClusterProfile, dict[str, StatePlan | None]]:
         """Profile a model of so many layers, and plan with even and with free shares; a collective call.
 
         The emulated memory is what the planner is told; a model that does not fit it with even shares is timed all the same.
@@ -163,7 +164,7 @@ class Setting:
             largest_micro_batch=batch,
             user_caps=None,
             memory_fraction=1.0,
-            budget_s=budget_s,
+            budget_s=self.request["budget_s"],
             relative_error=0.03,
             model_name="llama",
             seq_len=length,
@@ -213,12 +214,12 @@ class Setting:
         """Layers of the largest model with room for one sample on every rank, with even and with free shares; 0: none."""
         found = {"even": 0, "free": 0}
         for layers in range(1, self.request["most_layers"] + 1):
-            room = [float(own.largest_shares()[0]) for own in self.memory(layers)]
-            if min(room) >= 1.0 / len(room):
-                found["even"] = layers
-            if min(room) <= 0.0 or sum(room) < 1.0:
+            memory = self.memory(layers)
+            if not fits(memory, uneven=True):
                 break
             found["free"] = layers
+            if fits(memory, uneven=False):
+                found["even"] = layers
         return found
 
     def timed(self, found: StatePlan, layers: int, profile: ClusterProfile) -> float:
@@ -261,7 +262,7 @@ def gain(request: dict[str, Any]) -> list[dict[str, Any]]:
     largest = setting.largest()
     found = []
     for layers in sorted(set(largest.values()) - {0}):
-        profile, plans = setting.plans(layers, budget_s=request["budget_s"])
+        profile, plans = setting.plans(layers)
         found.append(
             {
                 "layers": layers,

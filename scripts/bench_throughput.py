@@ -83,7 +83,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=6, help="measured optimizer steps of a run (default 6)")
     parser.add_argument("--rounds", type=int, default=1, help="runs of every strategy (default 1)")
-    parser.add_argument("--own_speed_s", type=float, default=1.0, help="of the bound, after every step (default 1)")
+    parser.add_argument(
+        "--own_speed_s", type=float, default=1.0, help="of measuring the bound, after every step (default 1)"
+    )
     parser.add_argument("--profile_budget_s", type=float, default=60.0)
     parser.add_argument("--timeout_s", type=float, default=3600.0, help="for one setting")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")

@@ -91,11 +91,10 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         synchronize()
-        now = time.perf_counter()
-        if self._resumed:
-            self.seconds.append(now - self._resumed)
+        ended = time.perf_counter()
         speeds = self._ranks.gather(self._own.measure())
         if self._resumed:
+            self.seconds.append(ended - self._resumed)
             self.own_speeds.append(speeds)
         self._resumed = time.perf_counter()
 

@@ -6,16 +6,14 @@ import statistics
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
-from accelerate_poplar.comm import SingleRank
 from accelerate_poplar.curve import StepTimeCurve
 from accelerate_poplar.device import synchronize
-from accelerate_poplar.measure import MeasuredProfile, profile_cluster
+from accelerate_poplar.measure import MeasuredProfile
 from accelerate_poplar.memory import DTYPE_NAMES
 
 from ..core.tiny_models import token_loss
-from .one_gpu import SEQ_LEN, new_model, rows
+from .one_gpu import new_model, profile, rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -23,28 +21,9 @@ LARGEST = 48
 MEMORY_ERROR, TIME_ERROR = 0.05, 0.10
 
 
-def profile(dtype: torch.dtype, model: LlamaForCausalLM | None = None) -> MeasuredProfile:
-    return profile_cluster(
-        model=model or new_model(),
-        loss_fn=token_loss,
-        make_batch=rows,
-        ranks=SingleRank(),
-        device=torch.device("cuda", 0),
-        dtype=dtype,
-        zero_stages=(0,),
-        largest_micro_batch=LARGEST,
-        user_caps=None,
-        memory_fraction=0.9,
-        budget_s=30.0,
-        relative_error=0.03,
-        model_name="llama",
-        seq_len=SEQ_LEN,
-    )
-
-
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=lambda dtype: DTYPE_NAMES[dtype])
 def measured(request: pytest.FixtureRequest) -> tuple[torch.dtype, MeasuredProfile]:
-    return request.param, profile(request.param)
+    return request.param, profile(request.param, largest_micro_batch=LARGEST)
 
 
 def run(model: torch.nn.Module, size: int, repeats: int) -> tuple[int, list[float]]:
@@ -84,6 +63,6 @@ def test_time_is_as_predicted(measured: tuple[torch.dtype, MeasuredProfile], siz
 def test_the_model_stays_where_it_was() -> None:
     model = new_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    profile(torch.float32, model)
+    profile(torch.float32, largest_micro_batch=LARGEST, model=model)
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())

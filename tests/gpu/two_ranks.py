@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from accelerate_poplar.comm import connect
 from accelerate_poplar.device import synchronize
-from accelerate_poplar.measure import profile_cluster
 from tests.core.tiny_models import token_loss
-from tests.gpu.one_gpu import SEQ_LEN, new_model, rows
+from tests.gpu.one_gpu import new_model, profile, rows
 
 BUDGETS_GIB = (3.0, 1.5)
 LARGEST = 512
@@ -30,27 +29,18 @@ def main() -> None:
     ranks, device = connect(120.0), torch.device("cuda", 0)
     torch.cuda.set_device(device)
     free, _ = torch.cuda.mem_get_info(device)
-    profile = profile_cluster(
-        model=new_model(),
-        loss_fn=token_loss,
-        make_batch=rows,
-        ranks=ranks,
-        device=device,
-        dtype=torch.float32,
-        zero_stages=(0,),
+    measured = profile(
+        torch.float32,
         largest_micro_batch=LARGEST,
-        user_caps=None,
+        ranks=ranks,
         memory_fraction=BUDGETS_GIB[ranks.rank] * 2**30 / free,
-        budget_s=30.0,
         relative_error=0.05,
-        model_name="llama",
-        seq_len=SEQ_LEN,
     )
-    cap = profile.stage(0).max_micro_batch_size[ranks.rank]
+    cap = measured.stage(0).max_micro_batch_size[ranks.rank]
     found: dict[str, Any] = {
         "cap": cap,
-        "budget_bytes": profile.memory[ranks.rank].budget_bytes,
-        "points": [p.micro_batch_size for p in profile.ranks[ranks.rank].points],
+        "budget_bytes": measured.memory[ranks.rank].budget_bytes,
+        "points": [p.micro_batch_size for p in measured.ranks[ranks.rank].points],
         "peak_bytes": train(cap, device) if cap else 0,
     }
     reports = ranks.gather(found)
