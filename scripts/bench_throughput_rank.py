@@ -40,7 +40,7 @@ from accelerate_poplar.host import has_accelerator, start_gloo_state
 
 EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
-WARM_UP = 2
+WARM_UP = 1
 """First optimizer steps of a run, not measured."""
 VOCABULARY = 1024
 SHAPES = {"tiny": (4, 128, 4), "base": (12, 768, 12)}
@@ -78,24 +78,26 @@ class OwnSpeed:
 
 
 class StepClock(TrainerCallback):
-    """Times from the end of one optimizer step to the end of the next, and the ranks' own speeds after each of them."""
+    """Times from the end of one optimizer step to the end of the next, and the ranks' own speeds before and after."""
 
     def __init__(self, own: OwnSpeed, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
         self._resumed = 0.0
+        self._before: list[float] = []
         self.seconds: list[float] = []
         """Of every step but the first."""
         self.own_speeds: list[list[float]] = []
-        """Samples/s right after each of them, indexed by rank."""
+        """Samples/s around each of them, the mean of right before and right after, indexed by rank."""
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         synchronize()
         ended = time.perf_counter()
-        speeds = self._ranks.gather(self._own.measure())
-        if self._resumed:
+        after = self._ranks.gather(self._own.measure())
+        if self._before:
             self.seconds.append(ended - self._resumed)
-            self.own_speeds.append(speeds)
+            self.own_speeds.append([statistics.mean(pair) for pair in zip(self._before, after, strict=True)])
+        self._before = after
         self._resumed = time.perf_counter()
 
 
@@ -251,7 +253,7 @@ class Bench:
         }
 
     def shares_of_bound(self, clock: StepClock) -> list[float]:
-        """The speed of every measured step over what the ranks did on their own right after it."""
+        """The speed of every measured step over what the ranks did on their own right before and after it."""
         measured = zip(clock.seconds[WARM_UP:], clock.own_speeds[WARM_UP:], strict=True)
         return [self.global_batch_size / seconds / sum(speeds) for seconds, speeds in measured]
 
