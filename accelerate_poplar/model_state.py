@@ -87,20 +87,30 @@ class ModelStates:
     """Gradient buckets and, at stage 3, gathered parameters."""
     step: int
     """What the optimizer step needs for its duration, when activations are gone: fp32 gradients, temporaries."""
+    fresh_gradients: int = 0
+    """Stage 2: this rank's share of a micro-step's gradients, beside those of the micro-steps before."""
+    reduction: int = 0
+    """What summing the gradients over ranks needs for its duration after the backward pass, when activations are gone;
+    buckets that are summed during it are among `buffers`."""
 
     @property
     def total(self) -> int:
         """What is held while a micro-batch runs."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers
+        return self.parameters + self.gradients + self.fresh_gradients + self.optimizer + self.buffers
 
     def sharded(self, zero_stage: int) -> int:
         """What a ZeRO stage divides among the ranks, as far as it is held here."""
-        by_stage = {1: self.optimizer, 2: self.gradients, 3: self.parameters}
+        by_stage = {1: self.optimizer, 2: self.gradients + self.fresh_gradients, 3: self.parameters}
         return sum(count for stage, count in by_stage.items() if stage <= zero_stage)
 
     def unsharded(self, zero_stage: int) -> int:
         """What is held while a micro-batch runs, whatever this rank's share of the rest."""
         return self.total - self.sharded(zero_stage)
+
+    @property
+    def at_reduction(self) -> int:
+        """What is held while gradients are summed after the backward pass."""
+        return self.total + self.reduction
 
     @property
     def at_step(self) -> int:
@@ -135,10 +145,11 @@ def model_states(
     With c bytes per parameter of the compute dtype, T trainable of P parameters, N ranks and k bytes of optimizer
     state (AdamW: 12, the fp32 master copy and two moments; stage 0 in fp32 has no master copy, ZeRO has one also in
     fp32): parameters c P, gradients c T, optimizer k T. Stage 1 divides the optimizer state by N, stage 2 the
-    gradients too, stage 3 the parameters too. Besides, stages 1 to 3 hold gradient buckets, stage 2 keeps a
-    micro-step's share of the gradients apart until the step, and stage 3 holds the parameters it has gathered, which
-    are all of them up to `max_live_parameters`. In the step, half precision needs
-    fp32 gradients, and an optimizer that is not fused two temporaries, of the rank's share.
+    gradients too, stage 3 the parameters too. Besides, stages 1 to 3 hold gradient buckets, stage 2 keeps its share of
+    a micro-step's gradients apart from those before, and stage 3 holds the parameters it has gathered, which
+    are all of them up to `max_live_parameters`. Gradients are summed over ranks in a copy of their bucket: beside the
+    activations where the model needs several buckets, after them where one holds everything and at stage 0. In the
+    step, half precision needs fp32 gradients, and an optimizer that is not fused two temporaries, of the rank's share.
 
     Args:
         size: Parameter counts.
@@ -165,8 +176,10 @@ def model_states(
     if settings.reduce_bucket_elements is not None:
         bucket = settings.reduce_bucket_elements
     buffers = settings.buckets * c * bucket if zero_stage >= 1 else 0
-    if zero_stage == 2:
-        buffers += share(c * size.trainable, 2)
+    copy = c * min(bucket if zero_stage >= 1 else _DEFAULT_BUCKET, size.trainable)
+    summed_at_end = zero_stage == 0 or bucket >= size.trainable
+    if not summed_at_end:
+        buffers += copy
     if zero_stage == 3:
         buffers += c * min(size.total, settings.max_live_parameters)
     fp32_gradients = 0.0 if c == 4 else 4.0 * size.trainable
@@ -177,6 +190,8 @@ def model_states(
         optimizer=share(k * size.trainable, 1),
         buffers=buffers,
         step=share(fp32_gradients + temporaries, 1),
+        fresh_gradients=share(c * size.trainable, 2) if zero_stage == 2 else 0,
+        reduction=copy if summed_at_end else 0,
     )
 
 

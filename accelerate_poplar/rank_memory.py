@@ -45,22 +45,25 @@ class RankMemory:
         return 1.0 - self.budget_bytes / self.device_bytes if self.device_bytes else 0.0
 
     def needed_bytes(self, zero_stage: int, micro_batch_size: int = 1) -> int:
-        """Bytes of a micro-batch at a stage, or of the optimizer step where that needs more."""
+        """Bytes of a micro-batch at a stage, or of the sum of gradients or the optimizer step where those need more."""
         states = self.states[zero_stage]
-        return max(states.total + self.activations.at(micro_batch_size), states.at_step)
+        return max(states.total + self.activations.at(micro_batch_size), states.at_reduction, states.at_step)
 
 
 def explain(rank: int, device: str, memory: RankMemory, zero_stage: int) -> str:
     """A sentence for a rank that cannot hold one sample: bytes needed, bytes had, what would help."""
     states, one_sample = memory.states[zero_stage], memory.activations.at(1)
-    if states.at_step > states.total + one_sample:
-        last = f"{gib(states.step)} in the optimizer step"
+    gradients = states.gradients + states.fresh_gradients
+    if states.at_step > max(states.total + one_sample, states.at_reduction):
+        gradients, last = states.gradients, f"{gib(states.step)} in the optimizer step"
+    elif states.reduction > one_sample:
+        last = f"{gib(states.buffers)} buffers, {gib(states.reduction)} to sum gradients over ranks"
     else:
         last = f"{gib(states.buffers)} buffers, {gib(one_sample)} activations"
     higher = "a higher ZeRO stage, " if zero_stage < 3 else ""
     return (
         f"rank {rank} ({device}): ZeRO stage {zero_stage} with one sample needs "
-        f"{gib(memory.needed_bytes(zero_stage))} ({gib(states.parameters)} parameters, {gib(states.gradients)} "
+        f"{gib(memory.needed_bytes(zero_stage))} ({gib(states.parameters)} parameters, {gib(gradients)} "
         f"gradients, {gib(states.optimizer)} optimizer, {last}), but {gib(memory.budget_bytes)} of "
         f"{gib(memory.device_bytes)} may be used. What helps: {higher}gradient checkpointing, shorter sequences, "
         "optimizer offload (state_offload: auto), a larger memory_fraction, or leaving this rank out."

@@ -213,7 +213,9 @@ class RankProber:
         if any(self._caps(predicted, states, budget, None).values()):
             return True
         return self.request.uneven_state and any(
-            held.unsharded(stage) + predicted.at(1) <= budget for stage, held in states.items() if stage > 0
+            held.unsharded(stage) + max(predicted.at(1), held.reduction) <= budget
+            for stage, held in states.items()
+            if stage > 0
         )
 
     def _caps(
@@ -226,7 +228,9 @@ class RankProber:
         largest = self.request.largest
         ceiling = largest if proven_cap is None else min(largest, proven_cap)
         return {
-            stage: activations.largest_within(budget - held.total, ceiling) if held.at_step <= budget else 0
+            stage: activations.largest_within(budget - held.total, ceiling)
+            if max(held.at_reduction, held.at_step) <= budget
+            else 0
             for stage, held in states.items()
         }
 

@@ -30,13 +30,15 @@ def _of_rank(memory: RankMemory, zero_stage: int, world_size: int, largest: int,
     whole = states.unsharded(zero_stage) - states.buffers
     if offloaded:
         shared, step = shared - states.optimizer, 0
+    # Gradients are summed when the activations of a micro-batch are gone, whatever its size.
+    needed = [max(memory.activations.at(size), states.reduction) for size in range(1, largest + 1)]
     return StateMemory(
         memory_bytes=float(memory.budget_bytes),
         fixed_bytes=float(whole + states.buffers),
         # Of a state of 0 bytes any share would fit: one byte keeps shares meaningful.
         sharded_bytes=float(max(1, shared * world_size)),
-        activation_bytes=tuple(float(memory.activations.at(size)) for size in range(largest + 1)),
+        activation_bytes=(0.0, *map(float, needed)),
         step_fixed_bytes=float(whole),
-        step_sharded_bytes=float((shared + step) * world_size),
+        step_sharded_bytes=float((shared - states.fresh_gradients + step) * world_size),
         offloaded=offloaded,
     )

@@ -212,13 +212,35 @@ def test_buffers_come_on_top() -> None:
         }
     )
     by_stage = [
-        model_states(size, dtype=torch.bfloat16, zero_stage=stage, world_size=2, settings=settings).buffers
+        model_states(size, dtype=torch.bfloat16, zero_stage=stage, world_size=2, settings=settings)
         for stage in range(4)
     ]
-    assert by_stage == [0, 2 * 2 * 200, 2 * 2 * 200 + 2 * 500, 2 * 2 * 200 + 2 * 1_200]
+    buckets = (2 + 1) * 2 * 200  # two, and the copy in which one of them is summed
+    assert [held.buffers for held in by_stage] == [0, buckets, buckets, buckets + 2 * 1_200]
+    assert [held.fresh_gradients for held in by_stage] == [0, 0, 2 * 500, 0]
+    assert [held.reduction for held in by_stage] == [2 * 1_000, 0, 0, 0]
     assert ZeroSettings.from_config({"zero_optimization": {"contiguous_gradients": False}}).buckets == 0
     assert ZeroSettings.from_config(None) == ZeroSettings()
     assert ZeroSettings.from_config({"zero_optimization": {"reduce_bucket_size": "auto"}}) == ZeroSettings()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_a_bucket_that_holds_everything_is_copied_when_activations_are_gone(zero_stage: int) -> None:
+    size = ModelSize(trainable=1_000, frozen=500)
+    held = model_states(size, dtype=torch.float32, zero_stage=zero_stage, world_size=2)
+    assert held.reduction == 4 * 1_000
+    memory = RankMemory(
+        device_bytes=10**6,
+        budget_bytes=10**6,
+        activations=ActivationMemory(one_sample=100.0, intercept=0.0, slope=100.0),
+        measured_correction=1.0,
+        states={zero_stage: held},
+    )
+    at_step = held.parameters + held.gradients + held.optimizer + held.step
+    assert memory.needed_bytes(zero_stage, 1) == max(held.total + 4_000, at_step)
+    assert memory.needed_bytes(zero_stage, 90) == max(held.total + 9_000, at_step)
+    if zero_stage in (0, 3):  # where the optimizer step needs less
+        assert "to sum gradients over ranks" in explain(0, "a card", memory, zero_stage)
 
 
 @given(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from accelerate_poplar.memory import ActivationMemory
@@ -33,6 +35,13 @@ def test_even_shares_have_the_caps_that_profiling_finds(zero_stage: int, budget:
     room = budget - states.total
     expected = memory.activations.largest_within(room, 40) if states.at_step <= budget else 0
     assert own.cap(0.5) == expected
+
+
+def test_gradients_are_summed_in_a_copy_beside_the_smallest_micro_batches() -> None:
+    memory = rank_memory(1000)
+    states = {1: replace(memory.states[1], reduction=80)}
+    (own, _) = state_memory((replace(memory, states=states), memory), 1, largest_micro_batch=5)
+    assert own.activation_bytes == (0.0, 80.0, 80.0, 80.0, 90.0, 110.0)
 
 
 def test_offload_takes_the_optimizer_off_the_device() -> None:
