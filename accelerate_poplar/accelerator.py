@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 from .config import EmulationConfig, LaunchEnvironment, PoplarConfig, resolve_config
 from .errors import CompatibilityError, ConfigError, DataError, raise_together
 from .evaluation import EvaluationLoader, EvaluationSampler, evaluation_shares, gather_rows
-from .length_setup import index_cutter, stream_cutter
-from .loader import HostOrder, PoplarDataLoader, build_loader
+from .loader import HostOrder
 from .loop_checks import batch_problems, setting_problems
 from .loop_loader import LoopLoader, LoopOrder, SkippedLoader, inherited_settings, loader_problems, stock_batch_size
 from .loop_optimizer import LoopEngineOptimizer, LoopOptimizer
@@ -42,9 +41,10 @@ from .loop_settings import (
 from .loop_state import LoopState, newest_checkpoint
 from .loop_step import LoopStep
 from .plan import Plan
-from .planning import BatchRequest
+from .run_request import BatchRequest
 from .state_engine import check_shares, shared_state
-from .streaming import StreamHead, StreamLoader, is_stream
+from .step_loader import step_loader
+from .streaming import StreamHead, is_stream
 from .trainer_deepspeed import use_plan
 
 
@@ -170,11 +170,15 @@ class PoplarAccelerator(Accelerator):
         self.poplar, self._loop = run, LoopStep(self, run, model)
         if self.distributed_type == DistributedType.DEEPSPEED:
             use_plan(self, run)
-        steps = self._steps(loader) if head is None else self._stream(loader, head)
-        steps.plan_sampler.cutter = (
-            index_cutter(run, dataset=loader.dataset, collate=loader.collate_fn, column="length")
-            if head is None
-            else stream_cutter(run, rows=head.rows, collate=loader.collate_fn)
+        steps = step_loader(
+            run,
+            loader.dataset,
+            head=head,
+            order=lambda: self._order(loader),
+            collate_fn=loader.collate_fn,
+            drop_last=loader.drop_last if head is not None else loader.batch_sampler.drop_last,
+            length_column="length",
+            loader_kwargs=inherited_settings(loader),
         )
         if self.distributed_type != DistributedType.DEEPSPEED:
             by_length = steps.plan_sampler.cutter is not None
@@ -187,33 +191,13 @@ class PoplarAccelerator(Accelerator):
         )
         return self._loop.loader
 
-    def _stream(self, loader: DataLoader, head: StreamHead) -> StreamLoader:
-        return StreamLoader(
-            loader.dataset,
-            head=head,
-            plan=self.plan,
-            ranks=self.poplar.ranks,
-            collate_fn=loader.collate_fn,
-            drop_last=loader.drop_last,
-            loader_kwargs=inherited_settings(loader),
-        )
-
-    def _steps(self, loader: DataLoader) -> PoplarDataLoader:
-        settings, run = self.dataloader_config, self.poplar
-        order = LoopOrder(
+    def _order(self, loader: DataLoader) -> LoopOrder:
+        settings = self.dataloader_config
+        return LoopOrder(
             loader.batch_sampler.sampler,
-            ranks=run.ranks,
+            ranks=self.poplar.ranks,
             data_seed=settings.data_seed,
             seedable=settings.use_seedable_sampler,
-        )
-        return build_loader(
-            loader.dataset,
-            plan=run.plan,
-            rank=run.ranks.rank,
-            order=order,
-            collate_fn=loader.collate_fn,
-            drop_last=loader.batch_sampler.drop_last,
-            loader_kwargs=inherited_settings(loader),
         )
 
     def _own_optimizers(self, prepared: Any) -> Any:

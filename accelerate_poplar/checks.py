@@ -11,7 +11,7 @@ from .config import EmulationConfig, PoplarConfig
 from .ds_config import batch_conflicts
 from .errors import ConfigError, DataError, raise_together
 from .plan import Plan
-from .planning import BatchRequest, candidate_stages, plan_conflicts, state_conflicts
+from .run_request import BatchRequest, candidate_stages, plan_conflicts, state_conflicts
 from .streaming import is_stream
 
 

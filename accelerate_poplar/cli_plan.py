@@ -15,7 +15,8 @@ from .plan import Plan
 from .profiles import ClusterProfile
 from .search import STRATEGIES, ZeroStage, find_plan, misfits
 from .simulate import StrategyResult, evaluate
-from .text_table import format_table, gib, percent, short_ranks, short_sizes
+from .text_table import format_table, percent, short_ranks, short_sizes
+from .units import gib
 
 DESCRIPTION = """\
 Decide which micro-batches every rank runs in one optimizer step, from measured profiles.

@@ -15,8 +15,8 @@ from .config import EmulationConfig, default_cache_dir, resolve_config
 from .device import DeviceFacts, device_facts
 from .errors import PoplarError
 from .preflight import installed_versions, shared_devices
+from .units import GIB
 
-GIB = 1024**3
 SMALLEST_SHARED_MEMORY = GIB
 GOOD, ADVICE, FAULT = "ok", "advice", "fault"
 

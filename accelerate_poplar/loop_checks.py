@@ -12,7 +12,7 @@ from .ds_config import batch_conflicts
 from .errors import ConfigError
 from .loop_run import LOSS_REDUCTIONS
 from .plan import Plan
-from .planning import BatchRequest, candidate_stages, plan_conflicts, state_conflicts
+from .run_request import BatchRequest, candidate_stages, plan_conflicts, state_conflicts
 
 
 def setting_problems(

@@ -19,7 +19,8 @@ from .memory import map_tensors
 from .optimizer_state import of_deepspeed, of_optimizer
 from .probe_data import ProbeData
 from .rng import preserved_rng
-from .run import PROBE_ROWS, PoplarRun
+from .run import PoplarRun
+from .run_host import PROBE_ROWS
 
 AUTO = "auto"
 LOSS_REDUCTIONS = (AUTO, "rows", "tokens", "shifted_tokens", "sum")
@@ -29,7 +30,7 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class LoopHost:
-    """A plain loop as `PoplarRun` sees it (`run.Host`).
+    """A plain loop as `PoplarRun` sees it (`run_host.Host`).
 
     Args:
         accelerator: Knows device, precision and autocast.

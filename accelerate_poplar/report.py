@@ -13,8 +13,7 @@ from .limits import limited_by
 from .plan import Plan
 from .profiles import ClusterProfile, RankProfile, StageProfile
 from .search import find_plan
-
-GIB = 1024**3
+from .units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,12 @@ from .search import STRATEGIES, find_plan
 from .step_model import group_ranks
 from .text_table import percent, short_ranks, short_sizes
 from .timeline import MOST_RANKS
+from .units import GIB
 
 REPORT_FILE_NAME = "poplar_report.html"
 SECTIONS = ("summary", "cluster", "curves", "memory", "timeline", "history", "events", "advice", "files")
 """Ids of the page's sections, in order; every report has all of them."""
 
-GIB = 1024**3
 MOST_ROWS = 64
 """Ranks beyond which the tables stop."""
 MOST_CURVES = 12

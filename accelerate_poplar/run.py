@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,63 +15,30 @@ from .comm import Ranks, agree, connect, decide
 from .config import EmulationConfig, PoplarConfig, default_cache_dir
 from .console import ProfilingProgress, quiet_third_party, say, warn
 from .device import DeviceFacts
+from .emulated_rank import EmulatedRank
 from .emulation import Emulation
 from .errors import RankError
 from .host import compile_options
-from .inspection import is_partitioned, model_name, moved, shortened, whole_parameters
-from .loss import HONOURED, UNKNOWN, LossRule, find_loss_rule
+from .inspection import is_partitioned, model_name, whole_parameters
+from .loss import HONOURED, LossRule
 from .measure import explain_memory, profile_cluster
 from .memory import DTYPE_NAMES
-from .model_state import ModelSize, model_size, model_states, optimizer_tensors
-from .pacing import ProfiledPace
+from .model_state import ModelSize, model_size, model_states
 from .plan import PLAN_FILE_NAME, Plan
-from .planning import BatchRequest, candidate_stages, find_shared_plan, reusable_plan
+from .planning import find_shared_plan, reusable_plan
 from .preflight import agree_on_dtype, preflight
 from .probe_data import ProbeData, sequence_length
 from .profile_cache import ProfileCache
 from .profiles import ClusterProfile
 from .report import print_plan
-from .rng import preserved_rng
+from .run_host import Host, agree_on_loss
+from .run_request import BatchRequest, candidate_stages
 from .sampler import PlanSampler
 from .state_engine import loads_universal
 from .watch import ComputeClock, RunWatch, event_line
 from .weighting import StepWeigher
 
 PROFILE_FILE_NAME = "profiles.json"
-PROBE_ROWS = 3
-GIB = 1024**3
-
-
-class Host(Protocol):
-    """What a run needs of the trainer or loop it serves."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, not yet wrapped."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype the model computes in."""
-
-    def use_dtype(self, dtype: torch.dtype) -> None:
-        """Compute in another dtype; called before the model is wrapped."""
-
-    @property
-    def shifts_labels(self) -> bool:
-        """True where the loss predicts each token from the ones before it."""
-
-    def loss(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
-        """The scalar loss of one micro-batch, as in training."""
-
-    def count(self, batch: Any) -> int | None:
-        """Items of a micro-batch as the host counts them for a loss that asks; None: it does not."""
-
-    def optimizer_bytes(self) -> float | None:
-        """Bytes of optimizer state per trained parameter, fp32 master copy included; None = as AdamW."""
 
 
 class PoplarRun:
@@ -107,9 +74,7 @@ class PoplarRun:
         self.model_size: ModelSize | None = None
         self.clock: ComputeClock | None = None
         self.watch: RunWatch | None = None
-        self._emulation = self._make_emulation()
-        self._pace: ProfiledPace | None = None
-        self._row: Any = None
+        self._emulated = EmulatedRank.of(emulation, self.ranks.rank)
         self._optimizer_bytes: float | None = None
         self._device = torch.device("cpu")
 
@@ -143,8 +108,8 @@ class PoplarRun:
         stages = candidate_stages(self.config, self.deepspeed_config, partitioned_model=is_partitioned(host.model))
         global_batch_size = self.batch.global_batch_size(self.config, resumed=resumed, given=self.given_plan)
         self._optimizer_bytes = decide(self.ranks, host.optimizer_bytes)
-        if self._emulation is not None:
-            self._emulation.attach(host.model)
+        if self._emulated is not None:
+            self._emulated.attach(host.model, row=data.longest(1))
         with whole_parameters(host.model):
             self.loss_rule = self._agree_on_loss(host, data)
         reusable = reusable_plan(
@@ -171,8 +136,6 @@ class PoplarRun:
         self.model_size = model_size(host.model)
         for straggler in getattr(self.profile, "stragglers", ()):
             self.say(str(straggler))
-        if self._emulation is not None:
-            self._row = data.longest(1)
         if self.profile is not None:
             self.pace_by(self.profile)
         self._start_watching(host, plan)
@@ -197,35 +160,7 @@ class PoplarRun:
             return self._agree_on_loss(host, ProbeData(dataset, collate))
 
     def _agree_on_loss(self, host: Host, data: ProbeData) -> LossRule:
-        rule = decide(self.ranks, lambda: self._watch_loss(host, data))
-        if rule.kind == UNKNOWN and self.ranks.rank == 0:
-            warn(
-                "this loss is neither a mean over rows or tokens nor a sum: it depends on which rows share a "
-                f"micro-batch, so no split of the batch is exact. Its micro-batches are weighted by {rule.items}."
-            )
-        return rule
-
-    def _watch_loss(self, host: Host, data: ProbeData) -> LossRule:
-        batch = shortened(data.rows(PROBE_ROWS))
-        parts = (shortened(data.rows(1)), shortened(data.rows(PROBE_ROWS - 1, start=1)))
-        model = host.model
-        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        try:
-            with preserved_rng():
-                return find_loss_rule(
-                    lambda rows, count: host.loss(model, moved(rows, device), count),
-                    batch,
-                    world_size=self.ranks.world_size,
-                    shifts_labels=host.shifts_labels,
-                    relative_noise=5e-3 if half else 1e-5,
-                    parts=parts,
-                )
-        finally:
-            for module, training in modes.items():
-                module.training = training
+        return agree_on_loss(self.ranks, host, data)
 
     def _measure(self, host: Host, data: ProbeData, stages: tuple[int, ...], global_batch_size: int) -> ClusterProfile:
         honoured = self.loss_rule.kind == HONOURED
@@ -253,7 +188,7 @@ class PoplarRun:
                 model_name=model_name(host.model),
                 seq_len=sequence_length(data.rows(1)),
                 progress=progress,
-                emulation=self._emulation,
+                emulation=self.emulation,
                 deepspeed_config=self.deepspeed_config,
                 compile_options=compile_options(),
                 uneven_state=self.config.plans_state,
@@ -301,7 +236,7 @@ class PoplarRun:
             host.model,
             host.device,
             waits_inside=plan.zero_stage == 3 and self.ranks.world_size > 1,
-            emulation=self._emulation,
+            emulation=self.emulation,
         )
         self.watch = RunWatch(
             ranks=self.ranks,
@@ -312,14 +247,10 @@ class PoplarRun:
             parameters=sum(getattr(p, "ds_numel", p.numel()) for p in host.model.parameters()),
         )
 
-    def _make_emulation(self) -> Emulation | None:
-        config, rank = self.emulation_config, self.ranks.rank
-        if not config.active:
-            return None
-        return Emulation(
-            slowdown=config.slowdown[rank] if config.slowdown else 1.0,
-            memory_bytes=int(config.memory_gib[rank] * GIB) if config.memory_gib else None,
-        )
+    @property
+    def emulation(self) -> Emulation | None:
+        """What this rank pretends to be, if anything."""
+        return None if self._emulated is None else self._emulated.emulation
 
     def pace_by(self, profile: ClusterProfile) -> None:
         """Let an emulated rank take as long as a profile says, from now on; called after `prepare`.
@@ -327,8 +258,8 @@ class PoplarRun:
         Args:
             profile: Of the plan's stage and the run's rows; the run's own is used without being asked for.
         """
-        if self._emulation is not None:
-            self._pace = ProfiledPace(profile, zero_stage=self.plan.zero_stage, rank=self.ranks.rank, row=self._row)
+        if self._emulated is not None:
+            self._emulated.pace_by(profile, zero_stage=self.plan.zero_stage)
 
     # ---- while training -----------------------------------------------------------------------------------------
 
@@ -344,7 +275,7 @@ class PoplarRun:
             RankError: The device is out of memory.
         """
         try:
-            with self._memory_cap(model), self._paced(batch):
+            with self._as_emulated(model, batch):
                 yield
         except torch.OutOfMemoryError as error:
             sizes = list(self.plan.ranks[self.ranks.rank].micro_batch_sizes) if self.plan else []
@@ -353,31 +284,10 @@ class PoplarRun:
                 "Lower max_micro_batch_size or memory_fraction for this rank in the Poplar settings."
             ) from error
 
-    @contextmanager
-    def _paced(self, batch: Any) -> Iterator[None]:
-        """Around a pass: an emulated rank takes as long as its profile says."""
-        if self._emulation is None or self._pace is None or batch is None:
-            yield
-            return
-        self._emulation.expect(self._pace.seconds(batch))
-        try:
-            yield
-        finally:
-            self._emulation.expect(None)
-
-    def _memory_cap(self, model: nn.Module) -> AbstractContextManager[None]:
-        memory = getattr(self.profile, "memory", ())
-        if self._emulation is None or not memory or self.plan is None:
-            return nullcontext() if self._emulation is None else self._emulation.memory_cap()
-        rank, states = self.ranks.rank, memory[self.ranks.rank].states[self.plan.zero_stage]
-        fractions = self.plan.state_fractions
-        share = 1.0 if fractions is None else self.ranks.world_size * fractions[rank]
-        base_bytes = states.parameters * (share if self.plan.zero_stage == 3 else 1.0)
-        if rank in self.plan.offloading_ranks and self._device.type == "cpu":
-            # To the counter the emulated device and its host are one.
-            base_bytes -= share * (states.optimizer + states.step)
-        # Some optimizers make their state in the first step, some before it.
-        return self._emulation.memory_cap(int(base_bytes), known=model.parameters(), held=optimizer_tensors(model))
+    def _as_emulated(self, model: nn.Module, batch: Any) -> AbstractContextManager[None]:
+        if self._emulated is None:
+            return nullcontext()
+        return self._emulated.micro_step(model, batch, plan=self.plan, profile=self.profile)
 
     def look(self, sampler: PlanSampler, *, step: int) -> dict[str, Any] | None:
         """Judge the plan at the steps the settings name, and change it where they say so; a collective call.

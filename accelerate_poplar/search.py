@@ -12,6 +12,7 @@ from .profiles import ClusterProfile, StageProfile
 from .search_local import plan_local
 from .search_lockstep import plan_lockstep
 from .step_model import RankType, break_down, group_ranks, micro_step_cost
+from .units import gib
 
 STRATEGIES = ("optimal", "poplar", "proportional", "flops", "even")
 """Names `find_plan` knows: the exact optimum, Poplar's published search, shares by measured speed, shares by peak
@@ -139,20 +140,16 @@ def _nothing_fits(profile: ClusterProfile, zero_stage: int, ranks: Sequence[int]
         more = ""
         if first is not None and first.peak_memory_bytes:
             more = (
-                f"; a micro-batch of {first.micro_batch_size} alone takes {_gib(first.peak_memory_bytes)}, optimizer "
+                f"; a micro-batch of {first.micro_batch_size} alone takes {gib(first.peak_memory_bytes)}, optimizer "
                 "state not counted"
             )
-        lines.append(f"rank {number} ({rank.device or 'device unknown'}, {_gib(rank.memory_bytes)}{more})")
+        lines.append(f"rank {number} ({rank.device or 'device unknown'}, {gib(rank.memory_bytes)}{more})")
     if len(ranks) > _NAMED_RANKS:
         lines.append(f"{len(ranks) - _NAMED_RANKS} more ranks")
     return (
         f"not a single sample fits at ZeRO stage {zero_stage} on {'; '.join(lines)}. Use a higher ZeRO stage, "
         "gradient checkpointing, shorter sequences or optimizer offload (state_offload: auto), or leave these ranks out."
     )
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 def check_request(

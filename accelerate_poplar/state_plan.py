@@ -21,6 +21,7 @@ from .state_layout import StateShares
 from .state_memory import TOLERANCE, StateMemory, fractions_for, smallest_share
 from .state_search import FoundCaps, TradeType, local_caps, lockstep_caps
 from .step_model import micro_step_cost
+from .units import gib
 
 COMMUNICATION_FACTOR = 1.25
 """Time of uneven exchanges over that of even ones, until it is measured."""
@@ -285,14 +286,10 @@ def _does_not_fit(profile: ClusterProfile, memory: Sequence[StateMemory], zero_s
     lines = []
     for rank, own in zip(profile.ranks, memory, strict=True):
         left = max(0.0, float(own.largest_shares()[0]) * own.sharded_bytes)
-        lines.append(f"rank {rank.rank} ({rank.device or 'device unknown'}) has room for {_gib(left)} of it")
+        lines.append(f"rank {rank.rank} ({rank.device or 'device unknown'}) has room for {gib(left, digits=2)} of it")
     more = "" if with_offload else "optimizer offload (state_offload: auto), "
     return (
-        f"the training state that ZeRO stage {zero_stage} shards takes {_gib(max(m.sharded_bytes for m in memory))} over "
+        f"the training state that ZeRO stage {zero_stage} shards takes {gib(max(m.sharded_bytes for m in memory), digits=2)} over "
         f"all ranks, but beside one sample {'; '.join(lines)}. What helps: "
         f"{more}a higher ZeRO stage, gradient checkpointing, shorter sequences, or more memory."
     )
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"

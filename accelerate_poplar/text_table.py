@@ -48,11 +48,6 @@ def short_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def gib(count: float) -> str:
-    """Bytes as GiB with one decimal."""
-    return f"{count / 2**30:.1f} GiB"
-
-
 def percent(fraction: float | None) -> str:
     """A fraction as a percentage with one decimal; `-` for None."""
     return "-" if fraction is None else f"{100.0 * fraction:.1f}%"

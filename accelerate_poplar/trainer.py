@@ -26,13 +26,13 @@ from .checks import check_run
 from .config import EmulationConfig, PoplarConfig, resolve_config
 from .errors import raise_together
 from .host import prepare_arguments
-from .length_setup import index_cutter, stream_cutter
-from .loader import HostOrder, PoplarDataLoader, StepBatch, build_loader
+from .loader import HostOrder, PoplarDataLoader, StepBatch
 from .loss import HONOURED
 from .plan import Plan
-from .planning import BatchRequest
 from .run import PoplarRun, saved_plan
+from .run_request import BatchRequest
 from .state_engine import check_shares, require_shares, shared_state
+from .step_loader import step_loader
 from .streaming import StreamHead, StreamLoader, is_stream
 from .trainer_deepspeed import original_deepspeed_config, refresh_deepspeed, use_deepspeed, use_plan
 from .trainer_evaluation import PoplarEvaluationMixin
@@ -142,39 +142,22 @@ class PoplarTrainerMixin(PoplarEvaluationMixin):
         """A loader whose items are this rank's micro-batches of one optimizer step."""
         if self.train_dataset is None:
             raise ValueError("PoplarTrainer: training requires a train_dataset.")
-        plan = self.poplar_prepare()
+        self.poplar_prepare()
         dataset, collate = self._poplar_data()
-        if is_stream(dataset):
-            self._poplar_loader = StreamLoader(
-                dataset,
-                head=self._poplar_head,
-                plan=plan,
-                ranks=self.poplar.ranks,
-                collate_fn=collate,
-                drop_last=self.args.dataloader_drop_last,
-                loader_kwargs=self._poplar_loader_settings(),
-            )
-            self._poplar_loader.plan_sampler.cutter = stream_cutter(
-                self.poplar, rows=self._poplar_head.rows, collate=collate
-            )
-            return self._poplar_loader
-        order = HostOrder(
-            self._get_train_sampler(dataset),
-            ranks=self.poplar.ranks,
-            data_seed=self.args.data_seed,
-            seedable=self.args.accelerator_config.use_seedable_sampler,
-        )
-        self._poplar_loader = build_loader(
+        self._poplar_loader = step_loader(
+            self.poplar,
             dataset,
-            plan=plan,
-            rank=self.poplar.ranks.rank,
-            order=order,
+            head=self._poplar_head if is_stream(dataset) else None,
+            order=lambda: HostOrder(
+                self._get_train_sampler(dataset),
+                ranks=self.poplar.ranks,
+                data_seed=self.args.data_seed,
+                seedable=self.args.accelerator_config.use_seedable_sampler,
+            ),
             collate_fn=collate,
             drop_last=self.args.dataloader_drop_last,
+            length_column=self.args.length_column_name,
             loader_kwargs=self._poplar_loader_settings(),
-        )
-        self._poplar_loader.plan_sampler.cutter = index_cutter(
-            self.poplar, dataset=dataset, collate=collate, column=self.args.length_column_name
         )
         return self._poplar_loader
 

@@ -14,7 +14,7 @@ from .optimizer_state import of_trainer
 
 
 class TrainerHost:
-    """A trainer as `PoplarRun` sees it (`run.Host`)."""
+    """A trainer as `PoplarRun` sees it (`run_host.Host`)."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -21,9 +21,9 @@ from .emulation import Emulation
 from .plan import Plan
 from .profiles import ClusterProfile
 from .replan import Verdict, judge
+from .units import GIB
 
 HISTORY_FILE_NAME = "poplar_history.jsonl"
-GIB = 1024**3
 
 
 class ComputeClock:

@@ -164,7 +164,7 @@ class Bench:
                     report=False,
                 )
                 trainer: NotingTrainer = OurTrainer(**common, poplar_config=config)
-                trainer.emulation = trainer.poplar._emulation
+                trainer.emulation = trainer.poplar.emulation
             else:
                 trainer = NotingTrainer(**common)
                 trainer.emulation = Emulation(slowdown=self.job["slowdown"][self.rank])

@@ -118,8 +118,14 @@ def profile(model: Mixed, ranks: ThreadRanks | SingleRank, memory_bytes: int | N
         seq_len=0,
         clock=lambda: model.clock[0],
         emulation=None if memory_bytes is None else Emulation(memory_bytes=memory_bytes),
-        # Nothing is gathered at once, so that the whole model need not fit.
-        deepspeed_config={"zero_optimization": {"stage3_max_live_parameters": 0, "contiguous_gradients": False}},
+        # Nothing is gathered or summed at once, so that the whole model need not fit.
+        deepspeed_config={
+            "zero_optimization": {
+                "stage3_max_live_parameters": 0,
+                "contiguous_gradients": False,
+                "reduce_bucket_size": 1,
+            }
+        },
     )
 
 

@@ -13,9 +13,10 @@ from accelerate_poplar.device import DeviceFacts
 from accelerate_poplar.ds_config import rank_config
 from accelerate_poplar.errors import ConfigError, InsufficientMemoryError, PlanError
 from accelerate_poplar.plan import Plan, RankPlan
-from accelerate_poplar.planning import plan_by_hand, reusable_plan, state_conflicts
+from accelerate_poplar.planning import plan_by_hand, reusable_plan
 from accelerate_poplar.replan import judge
 from accelerate_poplar.report import plan_table
+from accelerate_poplar.run_request import state_conflicts
 from accelerate_poplar.state_choice import choose_plan
 
 from .test_state_wiring import measured, shared

@@ -17,11 +17,12 @@ from accelerate_poplar.measure import MeasuredProfile, explain_memory
 from accelerate_poplar.memory import ActivationMemory
 from accelerate_poplar.model_state import ModelStates
 from accelerate_poplar.plan import Plan, RankPlan
-from accelerate_poplar.planning import BatchRequest, candidate_stages, find_shared_plan, plan_by_hand, state_conflicts
+from accelerate_poplar.planning import find_shared_plan, plan_by_hand
 from accelerate_poplar.profiles import Measurement, RankProfile, StageProfile
 from accelerate_poplar.rank_memory import RankMemory
 from accelerate_poplar.replan import judge
 from accelerate_poplar.report import plan_table
+from accelerate_poplar.run_request import BatchRequest, candidate_stages, state_conflicts
 from accelerate_poplar.state_choice import choose_plan
 from accelerate_poplar.state_engine import check_shares, require_shares, shared_state
 from accelerate_poplar.state_layout import StateShares
