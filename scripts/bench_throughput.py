@@ -8,8 +8,9 @@
 For every model and ZeRO stage: the stock Trainer with DeepSpeed (an even split), then PoplarTrainer with the plans of the
 strategies flops (Whale's idea), proportional, poplar (as published) and optimal, and the bound: the sum of the ranks' own
 speeds without any communication. It is measured again after every step, and a step is set against what the ranks did on
-their own right before and after it, so that a machine whose speed drifts disturbs nothing; the share of the bound is the
-median over all steps and rounds, and speeds are that share of the median bound. All runs see the same samples in every
+their own right before and after it, so that a machine whose speed drifts disturbs nothing; where it was slower than usual then,
+the step is left out and another one taken. The share of the bound is the median over the steps that count, and speeds are
+that share of the median bound. All runs see the same samples in every
 step, so their losses can be compared.
 """
 
@@ -73,20 +74,31 @@ def parse_arguments() -> argparse.Namespace:
         help="emulated factors, one per rank; all above 1, so that a busy machine slows none further (default 2,6)",
     )
     parser.add_argument("--models", nargs="+", default=["llama", "bert"], choices=("llama", "bert"))
-    parser.add_argument("--size", default="tiny", choices=("tiny", "base"), help="base: 12 layers of 768, for GPUs")
+    parser.add_argument(
+        "--size",
+        default="tiny",
+        choices=("narrow", "tiny", "base"),
+        help="narrow: 4 layers of 128; tiny: 3 of 384; base: 12 of 768, for GPUs (default tiny)",
+    )
     parser.add_argument(
         "--seq_len",
         type=int,
-        default=512,
-        help="tokens per sample; the shorter they are, the more communication weighs (default 512)",
+        default=256,
+        help="tokens per sample; the shorter they are, the more communication weighs (default 256)",
     )
     parser.add_argument("--zero_stages", nargs="+", type=int, default=[0, 1, 2, 3], choices=range(4))
     parser.add_argument(
         "--per_rank_samples",
         type=int,
-        help="global batch over number of ranks (default: 32; 16 where ranks are slowed, whose steps are long)",
+        default=16,
+        help="global batch over number of ranks (default 16)",
     )
-    parser.add_argument("--steps", type=int, default=4, help="measured optimizer steps of a run (default 4)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=6,
+        help="optimizer steps of a run that count; up to three times as many are run (default 6)",
+    )
     parser.add_argument("--rounds", type=int, default=1, help="runs of every strategy (default 1)")
     parser.add_argument(
         "--own_speed_s", type=float, default=1.0, help="of measuring the bound, after every step (default 1)"
@@ -137,7 +149,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
         "size": args.size,
         "seq_len": args.seq_len,
         "zero_stages": args.zero_stages,
-        "per_rank_samples": args.per_rank_samples or (16 if setting.slowdown else 32),
+        "per_rank_samples": args.per_rank_samples,
         "steps": args.steps,
         "rounds": args.rounds,
         "own_speed_s": args.own_speed_s,

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainingArguments,
     set_seed,
 )
@@ -42,9 +43,13 @@ EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
 WARM_UP = 1
 """First optimizer steps of a run, not measured."""
-VOCABULARY = 1024
-SHAPES = {"tiny": (4, 128, 4), "base": (12, 768, 12)}
-"""Layers, hidden size, heads."""
+QUIET = 0.95
+"""A step is quiet where every rank was this close to its usual best right before and after it."""
+MOST_STEPS = 3
+"""Steps of a run at most, times those wanted, while too few are quiet."""
+SHAPES = {"narrow": (4, 128, 4, 1024), "tiny": (3, 384, 6, 512), "base": (12, 768, 12, 1024)}
+"""Layers, hidden size, heads, vocabulary. A narrow model leaves a CPU's cache with more rows: its time per row grows with
+the micro-batch, where that of a GPU falls."""
 
 
 class OwnSpeed:
@@ -77,26 +82,79 @@ class OwnSpeed:
         return passes * len(self._batch["input_ids"]) / (time.perf_counter() - start)
 
 
-class StepClock(TrainerCallback):
-    """Times from the end of one optimizer step to the end of the next, and the ranks' own speeds before and after."""
+@dataclasses.dataclass(frozen=True)
+class TimedStep:
+    """One optimizer step."""
 
-    def __init__(self, own: OwnSpeed, ranks: Ranks) -> None:
+    seconds: float
+    """From the end of the step before to its own."""
+    before: list[float]
+    """The ranks' own speeds right before it, samples/s, indexed by rank."""
+    after: list[float]
+    """Right after it."""
+
+    @property
+    def own_speeds(self) -> list[float]:
+        """The means of both, indexed by rank."""
+        return [statistics.mean(pair) for pair in zip(self.before, self.after, strict=True)]
+
+    def quietness(self, usual_best: Sequence[float]) -> float:
+        """The ranks' own speeds over their usual best, whatever rank and side is the worst; about 1 at most."""
+        return min(min(pair) / best for *pair, best in zip(self.before, self.after, usual_best, strict=True))
+
+
+class OwnSpeeds:
+    """What the ranks did on their own at any time, by which quiet times are known."""
+
+    def __init__(self) -> None:
+        self._seen: list[list[float]] = []
+
+    def add(self, speeds: list[float]) -> None:
+        """One measurement, samples/s, indexed by rank."""
+        self._seen.append(speeds)
+
+    def usual_best(self) -> list[float]:
+        """What each rank reaches in one of ten measurements."""
+        return [sorted(own)[(9 * (len(own) - 1)) // 10] for own in zip(*self._seen, strict=True)]
+
+    def quietest(self, steps: Sequence[TimedStep], count: int) -> list[TimedStep]:
+        """So many of the steps, in their order. Chosen by the ranks' own speeds alone, never by the step's time."""
+        best = self.usual_best()
+        chosen = sorted(range(len(steps)), key=lambda number: -steps[number].quietness(best))[:count]
+        return [steps[number] for number in sorted(chosen)]
+
+
+class StepClock(TrainerCallback):
+    """Times optimizer steps, the ranks' own speeds before and after, and ends the run when enough steps were quiet.
+
+    Args:
+        own: This rank's own speed.
+        ranks: The other ranks.
+        speeds: Own speeds of all runs.
+        wanted: Quiet steps to measure.
+    """
+
+    def __init__(self, own: OwnSpeed, ranks: Ranks, speeds: OwnSpeeds, wanted: int) -> None:
         self._own = own
         self._ranks = ranks
+        self._speeds = speeds
+        self._wanted = wanted
         self._resumed = 0.0
         self._before: list[float] = []
-        self.seconds: list[float] = []
-        """Of every step but the first."""
-        self.own_speeds: list[list[float]] = []
-        """Samples/s around each of them, the mean of right before and right after, indexed by rank."""
+        self.steps: list[TimedStep] = []
+        """Every step but the first."""
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         synchronize()
         ended = time.perf_counter()
         after = self._ranks.gather(self._own.measure())
+        self._speeds.add(after)
         if self._before:
-            self.seconds.append(ended - self._resumed)
-            self.own_speeds.append([statistics.mean(pair) for pair in zip(self._before, after, strict=True)])
+            self.steps.append(TimedStep(ended - self._resumed, self._before, after))
+        best = self._speeds.usual_best()
+        if sum(step.quietness(best) >= QUIET for step in self.steps[WARM_UP:]) >= self._wanted:
+            # All ranks know the same speeds, so all end here.
+            control.should_training_stop = True
         self._before = after
         self._resumed = time.perf_counter()
 
@@ -117,6 +175,8 @@ class Bench:
         self.global_batch_size = job["per_rank_samples"] * self.world_size
         self.ranks: Ranks | None = None
         self.own: OwnSpeed | None = None
+        self.speeds = OwnSpeeds()
+        self.most_steps = MOST_STEPS * job["steps"] + WARM_UP + 1
         emulation = EmulationConfig.from_environment()
         self.slowdown = emulation.slowdown[self.rank] if emulation.slowdown else 1.0
 
@@ -126,7 +186,7 @@ class Bench:
         for model in self.job["models"]:
             rows = self.rows(model)
             profile = self.profile(model, rows)
-            self.own = self.own_speed(model, rows, profile)
+            self.own, self.speeds = self.own_speed(model, rows, profile), OwnSpeeds()
             for stage in self.job["zero_stages"]:
                 results.append(self.compare(model, stage, rows, profile))
         return results
@@ -140,10 +200,10 @@ class Bench:
 
     def model(self, name: str) -> torch.nn.Module:
         """The model, the same at every call."""
-        layers, hidden, heads = SHAPES[self.job["size"]]
+        layers, hidden, heads, vocabulary = SHAPES[self.job["size"]]
         length = self.job["seq_len"]
         shape = {
-            "vocab_size": VOCABULARY,
+            "vocab_size": vocabulary,
             "hidden_size": hidden,
             "intermediate_size": 4 * hidden,
             "num_hidden_layers": layers,
@@ -158,8 +218,9 @@ class Bench:
     def rows(self, name: str) -> list[dict[str, torch.Tensor]]:
         """As many rows as a run needs; masked once and for all, so that all runs see the same."""
         generator = torch.Generator().manual_seed(1)
-        count = (self.job["steps"] + WARM_UP + 1) * self.global_batch_size
-        ids = torch.randint(4, VOCABULARY, (count, self.job["seq_len"]), generator=generator)
+        count = self.most_steps * self.global_batch_size
+        vocabulary = SHAPES[self.job["size"]][-1]
+        ids = torch.randint(4, vocabulary, (count, self.job["seq_len"]), generator=generator)
         if name == "llama":
             return [{"input_ids": row, "labels": row} for row in ids]
         # Equally many labels in every row: the stock Trainer's average over ranks is then the average over tokens.
@@ -216,28 +277,33 @@ class Bench:
         # Equal plans are run once, under the name of the first.
         first = {name: next(other for other in plans if same(plans[other], plan)) for name, plan in plans.items()}
         wanted = [EVEN, *(name for name in plans if first[name] == name)]
-        clocks: dict[str, list[StepClock]] = {name: [] for name in wanted}
+        steps: dict[str, list[TimedStep]] = {name: [] for name in wanted}
         losses: dict[str, list[float]] = {}
         for turn in range(self.job["rounds"]):
             self.say(f"{model}, ZeRO stage {stage}, round {turn + 1} of {self.job['rounds']}: {', '.join(wanted)}")
             for name in wanted[turn % len(wanted) :] + wanted[: turn % len(wanted)]:
-                clock, losses[name] = self.train(model, stage, rows, profile, plans.get(name))
-                clocks[name].append(clock)
-        speeds = [own for name in wanted for clock in clocks[name] for own in clock.own_speeds[WARM_UP:]]
-        own_speeds = [statistics.median(column) for column in zip(*speeds, strict=True)]
+                timed, losses[name] = self.train(model, stage, rows, profile, plans.get(name))
+                steps[name] += timed
+        count, best = self.job["rounds"] * self.job["steps"], self.speeds.usual_best()
+        chosen = {name: self.speeds.quietest(steps[name], count) for name in wanted}
+        speeds = zip(*(step.own_speeds for name in wanted for step in chosen[name]), strict=True)
+        own_speeds = [statistics.median(column) for column in speeds]
         even_plan = [[self.job["per_rank_samples"]]] * self.world_size
         strategies = {}
         for name in (EVEN, *plans):
             run = first.get(name, name)
             sizes = [list(rank.micro_batch_sizes) for rank in plans[name].ranks] if name in plans else even_plan
-            shares = [share for clock in clocks[run] for share in self.shares_of_bound(clock)]
+            shares = [self.global_batch_size / step.seconds / sum(step.own_speeds) for step in chosen[run]]
             strategies[name] = {
                 # What it would be while the ranks are as fast as they were most of the time.
                 "samples_per_s": statistics.median(shares) * sum(own_speeds),
                 "shares_of_bound": shares,
-                "step_times_s": [seconds for clock in clocks[run] for seconds in clock.seconds[WARM_UP:]],
+                "step_times_s": [step.seconds for step in chosen[run]],
+                "quietness": [step.quietness(best) for step in chosen[run]],
+                "steps_left_out": len(steps[run]) - len(chosen[run]),
                 "predicted_step_time_s": plans[name].predicted_step_time_s if name in plans else None,
-                "loss_difference": max(abs(a - b) for a, b in zip(losses[run], losses[EVEN], strict=True)),
+                # Runs end after different numbers of steps.
+                "loss_difference": max(abs(a - b) for a, b in zip(losses[run], losses[EVEN], strict=False)),
                 "micro_batch_sizes": sizes,
                 "same_as": run if run != name else "",
             }
@@ -252,17 +318,12 @@ class Bench:
             "strategies": strategies,
         }
 
-    def shares_of_bound(self, clock: StepClock) -> list[float]:
-        """The speed of every measured step over what the ranks did on their own right before and after it."""
-        measured = zip(clock.seconds[WARM_UP:], clock.own_speeds[WARM_UP:], strict=True)
-        return [self.global_batch_size / seconds / sum(speeds) for seconds, speeds in measured]
-
     def train(
         self, model: str, stage: int, rows: list[Any], profile: ClusterProfile, plan: Plan | None
-    ) -> tuple[StepClock, list[float]]:
-        """One run: the times of its steps, and all its logged losses, those of rank 0 on every rank."""
+    ) -> tuple[list[TimedStep], list[float]]:
+        """One run: its steps after the first ones, and all its logged losses, those of rank 0 on every rank."""
         self.forget()
-        clock = StepClock(self.own, self.ranks)
+        clock = StepClock(self.own, self.ranks, self.speeds, self.job["steps"])
         with tempfile.TemporaryDirectory() as folder:
             args = self.arguments(folder, stage, self.job["per_rank_samples"])
             common = {"model": self.model(model), "args": args, "train_dataset": rows, "callbacks": [clock]}
@@ -279,10 +340,10 @@ class Bench:
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        clock.seconds, losses = self.ranks.broadcast((clock.seconds, losses))
+        steps, losses = self.ranks.broadcast((clock.steps[WARM_UP:], losses))
         del trainer, common
         gc.collect()
-        return clock, losses
+        return steps, losses
 
     def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> OwnSpeed:
         """This rank on its own, at its fastest size."""
@@ -322,7 +383,7 @@ class Bench:
         on_gloo = {} if has_accelerator() else {"accelerator_config": {"use_configured_state": True}}
         return TrainingArguments(
             output_dir=folder,
-            max_steps=self.job["steps"] + WARM_UP + 1,
+            max_steps=self.most_steps,
             per_device_train_batch_size=per_device,
             logging_steps=1,
             report_to=[],

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 
-def load() -> Any:
-    path = Path(__file__).resolve().parents[2] / "scripts" / "bench_throughput.py"
-    spec = importlib.util.spec_from_file_location("bench_throughput", path)
+def load(name: str) -> Any:
+    path = Path(__file__).resolve().parents[2] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_throughput"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-BENCH = load()
+BENCH = load("bench_throughput")
+RANK = load("bench_throughput_rank")
 
 
 def result(*, optimal: float, stage: int = 1, loss_difference: float = 1e-6) -> dict[str, Any]:
@@ -89,3 +90,18 @@ def test_the_settings_of_this_machine_are_found() -> None:
     assert setting.slowdown == (1.0, 1.5, 4.0)
     assert len(setting.cores) == 3
     assert "emulated" in setting.title
+
+
+def test_steps_count_by_how_quiet_the_machine_was_around_them() -> None:
+    speeds = RANK.OwnSpeeds()
+    steps = []
+    for number, (before, after) in enumerate([(1.0, 1.0), (1.0, 0.6), (0.98, 0.97), (0.7, 1.0), (0.96, 1.0)]):
+        # The time of a step says nothing about whether it counts.
+        steps.append(RANK.TimedStep(float(number), [10.0 * before, 4.0], [10.0, 4.0 * after]))
+        speeds.add(steps[-1].before)
+        speeds.add(steps[-1].after)
+    assert speeds.usual_best() == [10.0, 4.0]
+    assert [step.quietness(speeds.usual_best()) for step in steps] == pytest.approx([1.0, 0.6, 0.97, 0.7, 0.96])
+    assert speeds.quietest(steps, 3) == [steps[0], steps[2], steps[4]]
+    assert speeds.quietest(steps, 9) == steps
+    assert steps[1].own_speeds == pytest.approx([10.0, 3.2])
