@@ -45,6 +45,8 @@ WARM_UP = 1
 """First optimizer steps of a run, not measured."""
 QUIET = 0.95
 """A step is quiet where every rank was this close to its usual best right before and after it."""
+NEARLY = 0.99
+"""Of the highest speed of a curve, a speed that the bound may be measured at."""
 MOST_STEPS = 3
 """Steps of a run at most, times those wanted, while too few are quiet."""
 SHAPES = {"narrow": (4, 128, 4, 1024), "tiny": (3, 384, 6, 512), "base": (12, 768, 12, 1024)}
@@ -57,7 +59,7 @@ class OwnSpeed:
 
     Args:
         network: A model of its own, on its device.
-        batch: A micro-batch of the rank's fastest size.
+        batch: A micro-batch of a size at which the rank is about as fast as it can be.
         emulation: What the rank pretends to be; attached to the network.
         seconds: Of every measurement, at least.
     """
@@ -346,8 +348,10 @@ class Bench:
         return steps, losses
 
     def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> OwnSpeed:
-        """This rank on its own, at its fastest size."""
-        size = self.curve(profile).fastest_size()
+        """This rank on its own, at the smallest size that is about as fast as its fastest one: a pass should not take long."""
+        times = self.curve(profile).times()
+        speeds = [size / times[size] for size in range(1, len(times))]
+        size = 1 + next(n for n, speed in enumerate(speeds) if speed >= NEARLY * max(speeds))
         network = self.model(model).to(self.device()).train()
         batch = {key: torch.stack([row[key] for row in rows[:size]]).to(self.device()) for key in rows[0]}
         emulation = Emulation(slowdown=self.slowdown)
