@@ -10,8 +10,7 @@ strategies flops (Whale's idea), proportional, poplar (as published) and optimal
 speeds without any communication. It is measured again after every step, and a step is set against what the ranks did on
 their own right before and after it, so that a machine whose speed drifts disturbs nothing; where it was slower than usual then,
 the step is left out and another one taken. The share of the bound is the median over the steps that count, and speeds are
-that share of the median bound. All runs see the same samples in every
-step, so their losses can be compared.
+that share of the median bound. All runs see the same samples in every step, so their losses can be compared.
 """
 
 from __future__ import annotations

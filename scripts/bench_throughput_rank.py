@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from transformers import (
@@ -350,8 +351,8 @@ class Bench:
     def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> OwnSpeed:
         """This rank on its own, at the smallest size that is about as fast as its fastest one: a pass should not take long."""
         times = self.curve(profile).times()
-        speeds = [size / times[size] for size in range(1, len(times))]
-        size = 1 + next(n for n, speed in enumerate(speeds) if speed >= NEARLY * max(speeds))
+        speeds = np.arange(1, len(times)) / times[1:]
+        size = 1 + int(np.flatnonzero(speeds >= NEARLY * speeds.max())[0])
         network = self.model(model).to(self.device()).train()
         batch = {key: torch.stack([row[key] for row in rows[:size]]).to(self.device()) for key in rows[0]}
         emulation = Emulation(slowdown=self.slowdown)

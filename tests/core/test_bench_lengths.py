@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from tests.core.scripts import load_script
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCH = load("bench_lengths")
-RANK = load("bench_lengths_rank")
+BENCH = load_script("bench_lengths")
+RANK = load_script("bench_lengths_rank")
 
 
 def test_lengths_are_log_normal_within_the_limits() -> None:

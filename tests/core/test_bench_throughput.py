@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.core.scripts import load_script
 
-def load(name: str) -> Any:
-    path = Path(__file__).resolve().parents[2] / "scripts" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCH = load("bench_throughput")
-RANK = load("bench_throughput_rank")
+BENCH = load_script("bench_throughput")
+RANK = load_script("bench_throughput_rank")
 
 
 def result(*, optimal: float, stage: int = 1, loss_difference: float = 1e-6) -> dict[str, Any]:

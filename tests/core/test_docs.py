@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from accelerate_poplar import cli_verify
 from accelerate_poplar.cli import build_parser
 from tests.core.report_run import write_run
+from tests.core.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -106,16 +105,6 @@ def commands() -> list[Command]:
 
 
 COMMANDS = commands()
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_there_are_commands_to_check() -> None:
