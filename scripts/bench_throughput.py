@@ -29,6 +29,9 @@ HERE = Path(__file__).resolve().parent
 EVEN = "even (Trainer)"
 GOALS = {0: 0.95, 1: 0.95, 2: 0.90, 3: 0.90}
 """Share of the bound that `optimal` is to reach, by ZeRO stage."""
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Makes glibc keep freed memory, as a GPU's allocator does; else a CPU gets slower with the micro-batch, since memory of large
+tensors comes from the system anew in every pass."""
 NOISE = 0.02
 """A rival that is faster by less is not ahead."""
 
@@ -50,11 +53,18 @@ class Setting:
 def main() -> int:
     """Run all settings, print the tables."""
     args = parse_arguments()
-    results = [result for setting in settings_of(args) for result in measure(setting, args)]
+    results, broken_off = [], ""
+    for setting in settings_of(args):
+        found, broken_off = measure(setting, args)
+        results += found
+        if broken_off:
+            break
     tables = [table_of(result, markdown=args.markdown) for result in results]
     print("\n\n".join(tables))
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if broken_off:
+        raise SystemExit(f"bench_throughput: {broken_off}; what was measured until then is above.")
     missed = [problem for result in results for problem in shortfalls(result)]
     for problem in missed:
         print(f"missed: {problem}")
@@ -77,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
         "--size",
         default="tiny",
         choices=("narrow", "tiny", "base"),
-        help="narrow: 4 layers of 128; tiny: 3 of 384; base: 12 of 768, for GPUs (default tiny)",
+        help="narrow: 4 layers of 128; tiny: 2 of 256; base: 12 of 768, for GPUs (default tiny)",
     )
     parser.add_argument(
         "--seq_len",
@@ -89,21 +99,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--per_rank_samples",
         type=int,
-        default=16,
-        help="global batch over number of ranks (default 16)",
+        default=64,
+        help="global batch over number of ranks; on a CPU also the largest micro-batch (default 64)",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=6,
-        help="optimizer steps of a run that count; up to three times as many are run (default 6)",
+        help="optimizer steps of a run that count; up to twice as many are run (default 6)",
     )
     parser.add_argument("--rounds", type=int, default=1, help="runs of every strategy (default 1)")
     parser.add_argument(
         "--own_speed_s", type=float, default=1.0, help="of measuring the bound, after every step (default 1)"
     )
-    parser.add_argument("--profile_budget_s", type=float, default=60.0)
-    parser.add_argument("--timeout_s", type=float, default=3600.0, help="for one setting")
+    parser.add_argument("--profile_budget_s", type=float, default=120.0, help="for one model (default 120)")
+    parser.add_argument("--timeout_s", type=float, default=7200.0, help="for one setting (default 7200)")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when `optimal` misses its goal")
@@ -134,11 +144,11 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     return found
 
 
-def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(setting: Setting, args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """Start the ranks of one setting and read what rank 0 wrote.
 
-    Raises:
-        SystemExit: A rank failed; its own output says why.
+    Returns:
+        One entry per model and stage; and why there are no more of them, empty where all were measured.
     """
     job = {
         "title": setting.title,
@@ -154,7 +164,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
         "own_speed_s": args.own_speed_s,
         "profile_budget_s": args.profile_budget_s,
     }
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if setting.cores else {}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", **KEEP_MEMORY} if setting.cores else {}
     unwanted = ("POPLAR_CONFIG", "POPLAR_EMULATE_SLOWDOWN", "POPLAR_EMULATE_MEMORY_GIB")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **hidden}
@@ -166,11 +176,19 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[dict[str, Any]]:
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}"),
             *(str(HERE / "bench_throughput_rank.py"), json.dumps(job), str(output)),
         ]
-        code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=args.timeout_s).returncode
-        if code != 0:
-            raise SystemExit(f"bench_throughput: the ranks of '{setting.title}' failed (exit code {code}); see above.")
-        results: list[dict[str, Any]] = json.loads(output.read_text(encoding="utf-8"))
-    return results
+        broken_off = ""
+        try:
+            run = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=args.timeout_s)
+            if run.returncode != 0:
+                broken_off = (
+                    f"the ranks of '{setting.title}' failed with exit code {run.returncode}, as they say above"
+                )
+        except subprocess.TimeoutExpired:
+            broken_off = f"'{setting.title}' was not done within --timeout_s {args.timeout_s:g}"
+        except KeyboardInterrupt:
+            broken_off = f"'{setting.title}' was interrupted"
+        results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else []
+    return results, broken_off
 
 
 def table_of(result: dict[str, Any], *, markdown: bool) -> str:

@@ -48,9 +48,9 @@ QUIET = 0.95
 """A step is quiet where every rank was this close to its usual best right before and after it."""
 NEARLY = 0.99
 """Of the highest speed of a curve, a speed that the bound may be measured at."""
-MOST_STEPS = 3
+MOST_STEPS = 2
 """Steps of a run at most, times those wanted, while too few are quiet."""
-SHAPES = {"narrow": (4, 128, 4, 1024), "tiny": (3, 384, 6, 512), "base": (12, 768, 12, 1024)}
+SHAPES = {"narrow": (4, 128, 4, 1024), "tiny": (2, 256, 4, 512), "base": (12, 768, 12, 1024)}
 """Layers, hidden size, heads, vocabulary. A narrow model leaves a CPU's cache with more rows: its time per row grows with
 the micro-batch, where that of a GPU falls."""
 
@@ -183,8 +183,8 @@ class Bench:
         emulation = EmulationConfig.from_environment()
         self.slowdown = emulation.slowdown[self.rank] if emulation.slowdown else 1.0
 
-    def run(self) -> list[dict[str, Any]]:
-        """Every model at every stage."""
+    def run(self, output: Path) -> None:
+        """Every model at every stage; after each of them rank 0 writes all results so far."""
         results = []
         for model in self.job["models"]:
             rows = self.rows(model)
@@ -192,7 +192,8 @@ class Bench:
             self.own, self.speeds = self.own_speed(model, rows, profile), OwnSpeeds()
             for stage in self.job["zero_stages"]:
                 results.append(self.compare(model, stage, rows, profile))
-        return results
+                if self.rank == 0:
+                    output.write_text(json.dumps(results), encoding="utf-8")
 
     def say(self, text: str) -> None:
         """One line on rank 0."""
@@ -240,6 +241,9 @@ class Bench:
             zero_stage="auto",
             global_batch_size=self.global_batch_size,
             profile_budget_s=self.job["profile_budget_s"],
+            profile_relative_error=0.01,
+            # A CPU's memory would be no limit. Cards that the even split fits are the usual case.
+            max_micro_batch_size=None if has_accelerator() else self.job["per_rank_samples"],
             reprofile=True,
             replan="off",
             report=False,
@@ -287,6 +291,8 @@ class Bench:
             for name in wanted[turn % len(wanted) :] + wanted[: turn % len(wanted)]:
                 timed, losses[name] = self.train(model, stage, rows, profile, plans.get(name))
                 steps[name] += timed
+                share = statistics.median(self.shares(steps[name]))
+                self.say(f"{model}, ZeRO stage {stage}: {name} about {share:.2f} of the bound in {len(timed)} steps")
         count, best = self.job["rounds"] * self.job["steps"], self.speeds.usual_best()
         chosen = {name: self.speeds.quietest(steps[name], count) for name in wanted}
         speeds = zip(*(step.own_speeds for name in wanted for step in chosen[name]), strict=True)
@@ -296,7 +302,7 @@ class Bench:
         for name in (EVEN, *plans):
             run = first.get(name, name)
             sizes = [list(rank.micro_batch_sizes) for rank in plans[name].ranks] if name in plans else even_plan
-            shares = [self.global_batch_size / step.seconds / sum(step.own_speeds) for step in chosen[run]]
+            shares = self.shares(chosen[run])
             strategies[name] = {
                 # What it would be while the ranks are as fast as they were most of the time.
                 "samples_per_s": statistics.median(shares) * sum(own_speeds),
@@ -320,6 +326,10 @@ class Bench:
             "own_samples_per_s": own_speeds,
             "strategies": strategies,
         }
+
+    def shares(self, steps: Sequence[TimedStep]) -> list[float]:
+        """The speed of each step over the sum of the ranks' own speeds around it."""
+        return [self.global_batch_size / step.seconds / sum(step.own_speeds) for step in steps]
 
     def train(
         self, model: str, stage: int, rows: list[Any], profile: ClusterProfile, plan: Plan | None
@@ -429,10 +439,7 @@ def main() -> int:
     job, output = json.loads(sys.argv[1]), Path(sys.argv[2])
     if job["cores"]:
         os.sched_setaffinity(0, {job["cores"][int(os.environ["RANK"])]})
-    bench = Bench(job)
-    results = bench.run()
-    if bench.rank == 0:
-        output.write_text(json.dumps(results), encoding="utf-8")
+    Bench(job).run(output)
     return 0
 
 
