@@ -8,32 +8,35 @@
 For every model and ZeRO stage: the stock Trainer with DeepSpeed (an even split), then PoplarTrainer with the plans of the
 strategies flops (Whale's idea), proportional, poplar (as published) and optimal, and the bound: the sum of the ranks' own
 speeds without any communication. It is measured again after every step, and a step is set against what the ranks did on
-their own right before and after it, so that a machine whose speed drifts disturbs nothing; where it was slower than usual then,
-the step is left out and another one taken. The share of the bound is the median over the steps that count, and speeds are
-that share of the median bound. All runs see the same samples in every step, so their losses can be compared.
+their own right before and after it, so that a machine whose speed drifts disturbs little. The share of the bound is the median over
+all steps but the first of each run, and speeds are that share of the median bound. All runs see the same samples in every
+step, so their losses can be compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 EVEN = "even (Trainer)"
+ORDER = (EVEN, "flops", "proportional", "poplar", "optimal")
 GOALS = {0: 0.95, 1: 0.95, 2: 0.90, 3: 0.90}
 """Share of the bound that `optimal` is to reach, by ZeRO stage."""
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Makes glibc keep freed memory, as a GPU's allocator does; else a CPU gets slower with the micro-batch, since memory of large
 tensors comes from the system anew in every pass."""
 NOISE = 0.02
-"""A rival that is faster by less is not ahead."""
+"""A rival that is faster by less is not ahead, nor one that is faster by less than twice the standard error of the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +56,14 @@ class Setting:
 def main() -> int:
     """Run all settings, print the tables."""
     args = parse_arguments()
-    results, broken_off = [], ""
-    for setting in settings_of(args):
+    results, broken_off = read(args.show), ""
+    for setting in [] if args.show else settings_of(args):
         found, broken_off = measure(setting, args)
         results += found
         if broken_off:
             break
     tables = [table_of(result, markdown=args.markdown) for result in results]
+    tables += [summary_of(own, markdown=args.markdown) for own in by_title(results)]
     print("\n\n".join(tables))
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
@@ -105,16 +109,24 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=int,
-        default=6,
-        help="optimizer steps of a run that count; up to twice as many are run (default 6)",
+        default=4,
+        help="optimizer steps of a run that are measured, after two that are not (default 4)",
     )
-    parser.add_argument("--rounds", type=int, default=1, help="runs of every strategy (default 1)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        help="runs of every strategy, in turns; more even out a busy machine (default 2)",
+    )
     parser.add_argument(
         "--own_speed_s", type=float, default=1.0, help="of measuring the bound, after every step (default 1)"
     )
     parser.add_argument("--profile_budget_s", type=float, default=120.0, help="for one model (default 120)")
     parser.add_argument("--timeout_s", type=float, default=7200.0, help="for one setting (default 7200)")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--show", nargs="+", metavar="FILE", help="print the tables of figures written with --json; measures nothing"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when `optimal` misses its goal")
     return parser.parse_args()
@@ -203,14 +215,61 @@ def table_of(result: dict[str, Any], *, markdown: bool) -> str:
         sizes = " / ".join(short_sizes(own) for own in found["micro_batch_sizes"])
         note = f"{sizes} (as {found['same_as']})" if found["same_as"] else sizes
         difference = f"{found['loss_difference']:.1e}"
-        rows.append((name, f"{speed:.1f}", f"{speed / even:.2f}x", f"{speed / bound:.3f}", difference, note))
+        share = f"{speed / bound:.3f} ± {found['standard_error'] * speed / bound:.3f}"
+        rows.append((name, f"{speed:.1f}", f"{speed / even:.2f}x", share, difference, note))
     bound = result["bound_samples_per_s"]
     rows.append(("bound", f"{bound:.1f}", f"{bound / even:.2f}x", "1.000", "", "each rank on its own"))
     title = f"{result['title']}; {result['model']}, ZeRO stage {result['zero_stage']}"
     if not markdown:
         return f"{title}\n{format_table(header, rows, left=(0, 5))}"
-    lines = [header, ("---", *["---:"] * 4, "---"), *rows]
-    return f"**{title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"**{title}**\n\n{markdown_table(header, rows, left=(0, 5))}"
+
+
+def summary_of(results: Sequence[dict[str, Any]], *, markdown: bool) -> str:
+    """All models and stages of one setting: the share of the bound by strategy."""
+    from accelerate_poplar.text_table import format_table
+
+    names = sorted({name for result in results for name in result["strategies"]}, key=ORDER.index)
+    header = ("model", "ZeRO stage", *names, "±", "optimal to even", "loss difference")
+    rows = []
+    for result in results:
+        found, bound = result["strategies"], result["bound_samples_per_s"]
+        shares = [f"{found[name]['samples_per_s'] / bound:.3f}" if name in found else "-" for name in names]
+        error = f"{found['optimal']['standard_error'] * found['optimal']['samples_per_s'] / bound:.3f}"
+        gain = found["optimal"]["samples_per_s"] / found[EVEN]["samples_per_s"]
+        difference = max(strategy["loss_difference"] for strategy in found.values())
+        rows.append((result["model"], str(result["zero_stage"]), *shares, error, f"{gain:.2f}x", f"{difference:.1e}"))
+    title = f"{results[0]['title']}; share of the bound"
+    if not markdown:
+        return f"{title}\n{format_table(header, rows, left=(0,))}"
+    return f"**{title}**\n\n{markdown_table(header, rows, left=(0,))}"
+
+
+def by_title(results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The results of each setting, in their order."""
+    titles = list(dict.fromkeys(result["title"] for result in results))
+    return [[result for result in results if result["title"] == title] for title in titles]
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: tuple[int, ...]) -> str:
+    """A table in Markdown; columns are right-aligned but those in `left`."""
+    rule = ["---" if column in left else "---:" for column in range(len(header))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
+
+
+def read(files: Sequence[str] | None) -> list[dict[str, Any]]:
+    """What earlier runs wrote with --json, in the order of the files.
+
+    Raises:
+        SystemExit: A file cannot be read.
+    """
+    results = []
+    for name in files or ():
+        try:
+            results += json.loads(Path(name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            raise SystemExit(f"bench_throughput: --show {name}: {problem}") from None
+    return results
 
 
 def shortfalls(result: dict[str, Any]) -> list[str]:
@@ -223,7 +282,8 @@ def shortfalls(result: dict[str, Any]) -> list[str]:
     problems = [f"{where}: {share:.3f} of the bound, the goal is {goal}"] if share < goal else []
     for name, found in strategies.items():
         ahead = found["samples_per_s"] / best["samples_per_s"]
-        if ahead > 1.0 + NOISE:
+        doubt = math.hypot(found["standard_error"], best["standard_error"])
+        if ahead > 1.0 + max(NOISE, 2.0 * doubt):
             problems.append(f"{where}: {name} is {ahead:.2f}x as fast as optimal")
         if not found["loss_difference"] < 1e-4:
             problems.append(f"{where}: {name} changes the loss by {found['loss_difference']:.1e}")

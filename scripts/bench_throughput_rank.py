@@ -39,17 +39,14 @@ from accelerate_poplar.curve import StepTimeCurve
 from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.errors import PlanError
 from accelerate_poplar.host import has_accelerator, start_gloo_state
+from accelerate_poplar.probe import standard_error
 
 EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
 WARM_UP = 1
 """First optimizer steps of a run, not measured."""
-QUIET = 0.95
-"""A step is quiet where every rank was this close to its usual best right before and after it."""
 NEARLY = 0.99
 """Of the highest speed of a curve, a speed that the bound may be measured at."""
-MOST_STEPS = 2
-"""Steps of a run at most, times those wanted, while too few are quiet."""
 SHAPES = {"narrow": (4, 128, 4, 1024), "tiny": (2, 256, 4, 512), "base": (12, 768, 12, 1024)}
 """Layers, hidden size, heads, vocabulary. A narrow model leaves a CPU's cache with more rows: its time per row grows with
 the micro-batch, where that of a GPU falls."""
@@ -101,47 +98,18 @@ class TimedStep:
         """The means of both, indexed by rank."""
         return [statistics.mean(pair) for pair in zip(self.before, self.after, strict=True)]
 
-    def quietness(self, usual_best: Sequence[float]) -> float:
-        """The ranks' own speeds over their usual best, whatever rank and side is the worst; about 1 at most."""
-        return min(min(pair) / best for *pair, best in zip(self.before, self.after, usual_best, strict=True))
-
-
-class OwnSpeeds:
-    """What the ranks did on their own at any time, by which quiet times are known."""
-
-    def __init__(self) -> None:
-        self._seen: list[list[float]] = []
-
-    def add(self, speeds: list[float]) -> None:
-        """One measurement, samples/s, indexed by rank."""
-        self._seen.append(speeds)
-
-    def usual_best(self) -> list[float]:
-        """What each rank reaches in one of ten measurements."""
-        return [sorted(own)[(9 * (len(own) - 1)) // 10] for own in zip(*self._seen, strict=True)]
-
-    def quietest(self, steps: Sequence[TimedStep], count: int) -> list[TimedStep]:
-        """So many of the steps, in their order. Chosen by the ranks' own speeds alone, never by the step's time."""
-        best = self.usual_best()
-        chosen = sorted(range(len(steps)), key=lambda number: -steps[number].quietness(best))[:count]
-        return [steps[number] for number in sorted(chosen)]
-
 
 class StepClock(TrainerCallback):
-    """Times optimizer steps, the ranks' own speeds before and after, and ends the run when enough steps were quiet.
+    """Times optimizer steps, and the ranks' own speeds before and after each.
 
     Args:
         own: This rank's own speed.
         ranks: The other ranks.
-        speeds: Own speeds of all runs.
-        wanted: Quiet steps to measure.
     """
 
-    def __init__(self, own: OwnSpeed, ranks: Ranks, speeds: OwnSpeeds, wanted: int) -> None:
+    def __init__(self, own: OwnSpeed, ranks: Ranks) -> None:
         self._own = own
         self._ranks = ranks
-        self._speeds = speeds
-        self._wanted = wanted
         self._resumed = 0.0
         self._before: list[float] = []
         self.steps: list[TimedStep] = []
@@ -151,13 +119,8 @@ class StepClock(TrainerCallback):
         synchronize()
         ended = time.perf_counter()
         after = self._ranks.gather(self._own.measure())
-        self._speeds.add(after)
         if self._before:
             self.steps.append(TimedStep(ended - self._resumed, self._before, after))
-        best = self._speeds.usual_best()
-        if sum(step.quietness(best) >= QUIET for step in self.steps[WARM_UP:]) >= self._wanted:
-            # All ranks know the same speeds, so all end here.
-            control.should_training_stop = True
         self._before = after
         self._resumed = time.perf_counter()
 
@@ -178,8 +141,8 @@ class Bench:
         self.global_batch_size = job["per_rank_samples"] * self.world_size
         self.ranks: Ranks | None = None
         self.own: OwnSpeed | None = None
-        self.speeds = OwnSpeeds()
-        self.most_steps = MOST_STEPS * job["steps"] + WARM_UP + 1
+        # The first step has no own speeds before it.
+        self.steps = 1 + WARM_UP + job["steps"]
         emulation = EmulationConfig.from_environment()
         self.slowdown = emulation.slowdown[self.rank] if emulation.slowdown else 1.0
 
@@ -189,7 +152,7 @@ class Bench:
         for model in self.job["models"]:
             rows = self.rows(model)
             profile = self.profile(model, rows)
-            self.own, self.speeds = self.own_speed(model, rows, profile), OwnSpeeds()
+            self.own = self.own_speed(model, rows, profile)
             for stage in self.job["zero_stages"]:
                 results.append(self.compare(model, stage, rows, profile))
                 if self.rank == 0:
@@ -222,7 +185,7 @@ class Bench:
     def rows(self, name: str) -> list[dict[str, torch.Tensor]]:
         """As many rows as a run needs; masked once and for all, so that all runs see the same."""
         generator = torch.Generator().manual_seed(1)
-        count = self.most_steps * self.global_batch_size
+        count = self.steps * self.global_batch_size
         vocabulary = SHAPES[self.job["size"]][-1]
         ids = torch.randint(4, vocabulary, (count, self.job["seq_len"]), generator=generator)
         if name == "llama":
@@ -293,26 +256,22 @@ class Bench:
                 steps[name] += timed
                 share = statistics.median(self.shares(steps[name]))
                 self.say(f"{model}, ZeRO stage {stage}: {name} about {share:.2f} of the bound in {len(timed)} steps")
-        count, best = self.job["rounds"] * self.job["steps"], self.speeds.usual_best()
-        chosen = {name: self.speeds.quietest(steps[name], count) for name in wanted}
-        speeds = zip(*(step.own_speeds for name in wanted for step in chosen[name]), strict=True)
+        speeds = zip(*(step.own_speeds for name in wanted for step in steps[name]), strict=True)
         own_speeds = [statistics.median(column) for column in speeds]
         even_plan = [[self.job["per_rank_samples"]]] * self.world_size
         strategies = {}
         for name in (EVEN, *plans):
             run = first.get(name, name)
             sizes = [list(rank.micro_batch_sizes) for rank in plans[name].ranks] if name in plans else even_plan
-            shares = self.shares(chosen[run])
+            shares = self.shares(steps[run])
             strategies[name] = {
                 # What it would be while the ranks are as fast as they were most of the time.
                 "samples_per_s": statistics.median(shares) * sum(own_speeds),
                 "shares_of_bound": shares,
-                "step_times_s": [step.seconds for step in chosen[run]],
-                "quietness": [step.quietness(best) for step in chosen[run]],
-                "steps_left_out": len(steps[run]) - len(chosen[run]),
+                "standard_error": standard_error(shares),
+                "step_times_s": [step.seconds for step in steps[run]],
                 "predicted_step_time_s": plans[name].predicted_step_time_s if name in plans else None,
-                # Runs end after different numbers of steps.
-                "loss_difference": max(abs(a - b) for a, b in zip(losses[run], losses[EVEN], strict=False)),
+                "loss_difference": max(abs(a - b) for a, b in zip(losses[run], losses[EVEN], strict=True)),
                 "micro_batch_sizes": sizes,
                 "same_as": run if run != name else "",
             }
@@ -336,7 +295,7 @@ class Bench:
     ) -> tuple[list[TimedStep], list[float]]:
         """One run: its steps after the first ones, and all its logged losses, those of rank 0 on every rank."""
         self.forget()
-        clock = StepClock(self.own, self.ranks, self.speeds, self.job["steps"])
+        clock = StepClock(self.own, self.ranks)
         with tempfile.TemporaryDirectory() as folder:
             args = self.arguments(folder, stage, self.job["per_rank_samples"])
             common = {"model": self.model(model), "args": args, "train_dataset": rows, "callbacks": [clock]}
@@ -398,7 +357,7 @@ class Bench:
         on_gloo = {} if has_accelerator() else {"accelerator_config": {"use_configured_state": True}}
         return TrainingArguments(
             output_dir=folder,
-            max_steps=self.most_steps,
+            max_steps=self.steps,
             per_device_train_batch_size=per_device,
             logging_steps=1,
             report_to=[],

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ def result(*, optimal: float, stage: int = 1, loss_difference: float = 1e-6) -> 
     def strategy(speed: float, same_as: str = "") -> dict[str, Any]:
         return {
             "samples_per_s": speed,
+            "standard_error": 0.01,
             "loss_difference": loss_difference,
             "micro_batch_sizes": [[12], [2, 2]],
             "same_as": same_as,
@@ -52,6 +57,68 @@ def test_the_markdown_table_is_one() -> None:
     assert "(as proportional)" in lines[-2]
 
 
+def test_the_summary_has_one_row_per_stage_and_a_dash_where_a_strategy_has_no_plan() -> None:
+    without = result(optimal=91.0, stage=2)
+    del without["strategies"]["proportional"]
+    text = BENCH.summary_of([result(optimal=96.0), without], markdown=True)
+    header, rule, *rows = text.splitlines()[2:]
+    assert header == (
+        "| model | ZeRO stage | even (Trainer) | proportional | optimal | ± | optimal to even | loss difference |"
+    )
+    assert rule == "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert rows == [
+        "| tiny llama | 1 | 0.480 | 0.940 | 0.960 | 0.010 | 2.00x | 1.0e-06 |",
+        "| tiny llama | 2 | 0.480 | - | 0.910 | 0.009 | 1.90x | 1.0e-06 |",
+    ]
+
+
+def test_earlier_figures_are_shown_without_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "figures.json"
+    figures.write_text(json.dumps([result(optimal=91.0)]))
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", "--show", str(figures), "--check"])
+    monkeypatch.setattr(BENCH, "measure", None)
+    assert BENCH.main() == 1
+    printed = capsys.readouterr().out
+    assert "emulated: ranks slowed 1 : 3; share of the bound" in printed
+    assert "missed: emulated: ranks slowed 1 : 3; tiny llama, ZeRO stage 1: 0.910 of the bound" in printed
+    figures.write_text("{")
+    with pytest.raises(SystemExit, match=r"--show .*figures.json: Expecting"):
+        BENCH.main()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (1, "the ranks of 'emulated: ranks slowed 2 : 6' failed with exit code 1"),
+        (subprocess.TimeoutExpired("ranks", 5.0), "was not done within --timeout_s 5"),
+        (KeyboardInterrupt(), "was interrupted"),
+    ],
+)
+def test_what_was_measured_is_not_lost_when_a_run_breaks_off(
+    end: int | BaseException,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        Path(command[-1]).write_text(json.dumps([result(optimal=96.0)]))
+        if isinstance(end, BaseException):
+            raise end
+        return subprocess.CompletedProcess(command, end)
+
+    kept = tmp_path / "kept.json"
+    options = ["--imbalance", "emulated", "--timeout_s", "5", "--json", str(kept)]
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", *options])
+    monkeypatch.setattr(BENCH.subprocess, "run", run)
+    with pytest.raises(SystemExit, match=reason):
+        BENCH.main()
+    assert "0.960" in capsys.readouterr().out
+    assert json.loads(kept.read_text()) == [result(optimal=96.0)]
+
+
 @pytest.mark.parametrize(
     ("found", "missed"),
     [
@@ -79,16 +146,15 @@ def test_the_settings_of_this_machine_are_found() -> None:
     assert "emulated" in setting.title
 
 
-def test_steps_count_by_how_quiet_the_machine_was_around_them() -> None:
-    speeds = RANK.OwnSpeeds()
-    steps = []
-    for number, (before, after) in enumerate([(1.0, 1.0), (1.0, 0.6), (0.98, 0.97), (0.7, 1.0), (0.96, 1.0)]):
-        # The time of a step says nothing about whether it counts.
-        steps.append(RANK.TimedStep(float(number), [10.0 * before, 4.0], [10.0, 4.0 * after]))
-        speeds.add(steps[-1].before)
-        speeds.add(steps[-1].after)
-    assert speeds.usual_best() == [10.0, 4.0]
-    assert [step.quietness(speeds.usual_best()) for step in steps] == pytest.approx([1.0, 0.6, 0.97, 0.7, 0.96])
-    assert speeds.quietest(steps, 3) == [steps[0], steps[2], steps[4]]
-    assert speeds.quietest(steps, 9) == steps
-    assert steps[1].own_speeds == pytest.approx([10.0, 3.2])
+def test_a_step_is_set_against_what_the_ranks_did_around_it() -> None:
+    step = RANK.TimedStep(2.0, before=[10.0, 4.0], after=[10.0, 2.0])
+    assert step.own_speeds == pytest.approx([10.0, 3.0])
+
+
+def test_a_rival_is_ahead_only_by_more_than_the_doubt_of_both() -> None:
+    found = result(optimal=91.0, stage=2)
+    assert BENCH.shortfalls(found)
+    found["strategies"]["optimal"]["standard_error"] = 0.02
+    assert BENCH.shortfalls(found) == []
+    found["strategies"]["proportional"]["samples_per_s"] = 96.0
+    assert "proportional is 1.05x as fast as optimal" in BENCH.shortfalls(found)[0]
