@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -43,8 +44,8 @@ from accelerate_poplar.probe import standard_error
 
 EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
-WARM_UP = 1
-"""First optimizer steps of a run, not measured."""
+WARM_UP = 2
+"""First optimizer steps of a run that are not measured, at least."""
 NEARLY = 0.99
 """Of the highest speed of a curve, a speed that the bound may be measured at."""
 SHAPES = {"narrow": (4, 128, 4, 1024), "tiny": (2, 256, 4, 512), "base": (12, 768, 12, 1024)}
@@ -125,6 +126,25 @@ class StepClock(TrainerCallback):
         self._resumed = time.perf_counter()
 
 
+class Turns(TrainerCallback):
+    """Lets plans take turns: step k follows plan k modulo their number.
+
+    Args:
+        plans: Of one global batch and ZeRO stage.
+        steps: Optimizer steps of the run.
+    """
+
+    def __init__(self, plans: Sequence[Plan], steps: int) -> None:
+        self._plans = plans
+        self._steps = steps
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        for step in range(self._steps):
+            train_dataloader.plan_sampler.set_plan(self._plans[step % len(self._plans)], from_step=step)
+
+
 def synchronize() -> None:
     """Wait for a GPU, where there is one."""
     if torch.cuda.is_available():
@@ -141,8 +161,6 @@ class Bench:
         self.global_batch_size = job["per_rank_samples"] * self.world_size
         self.ranks: Ranks | None = None
         self.own: OwnSpeed | None = None
-        # The first step has no own speeds before it.
-        self.steps = 1 + WARM_UP + job["steps"]
         emulation = EmulationConfig.from_environment()
         self.slowdown = emulation.slowdown[self.rank] if emulation.slowdown else 1.0
 
@@ -185,7 +203,7 @@ class Bench:
     def rows(self, name: str) -> list[dict[str, torch.Tensor]]:
         """As many rows as a run needs; masked once and for all, so that all runs see the same."""
         generator = torch.Generator().manual_seed(1)
-        count = self.steps * self.global_batch_size
+        count = self.steps_of_run(len(STRATEGIES)) * self.global_batch_size
         vocabulary = SHAPES[self.job["size"]][-1]
         ids = torch.randint(4, vocabulary, (count, self.job["seq_len"]), generator=generator)
         if name == "llama":
@@ -214,7 +232,10 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             self.forget()
             trainer = PoplarTrainer(
-                model=self.model(model), args=self.arguments(folder, None, 1), train_dataset=rows, poplar_config=config
+                model=self.model(model),
+                args=self.arguments(folder, None, 1, steps=1),
+                train_dataset=rows,
+                poplar_config=config,
             )
             trainer.poplar_prepare()
         self.ranks = connect()
@@ -241,22 +262,24 @@ class Bench:
 
     # ---- runs ---------------------------------------------------------------------------------------------------
 
+    def steps_of_run(self, turns: int) -> int:
+        """Optimizer steps of a run in which so many plans take turns."""
+        return (math.ceil(WARM_UP / turns) + self.job["steps"]) * turns
+
     def compare(self, model: str, stage: int, rows: list[Any], profile: ClusterProfile) -> dict[str, Any]:
-        """All strategies in turn, several rounds."""
+        """The even split, then all strategies in turns."""
         plans = self.plans(profile, stage)
         # Equal plans are run once, under the name of the first.
         first = {name: next(other for other in plans if same(plans[other], plan)) for name, plan in plans.items()}
-        wanted = [EVEN, *(name for name in plans if first[name] == name)]
-        steps: dict[str, list[TimedStep]] = {name: [] for name in wanted}
-        losses: dict[str, list[float]] = {}
-        for turn in range(self.job["rounds"]):
-            self.say(f"{model}, ZeRO stage {stage}, round {turn + 1} of {self.job['rounds']}: {', '.join(wanted)}")
-            for name in wanted[turn % len(wanted) :] + wanted[: turn % len(wanted)]:
-                timed, losses[name] = self.train(model, stage, rows, profile, plans.get(name))
-                steps[name] += timed
-                share = statistics.median(self.shares(steps[name]))
-                self.say(f"{model}, ZeRO stage {stage}: {name} about {share:.2f} of the bound in {len(timed)} steps")
-        speeds = zip(*(step.own_speeds for name in wanted for step in steps[name]), strict=True)
+        turns = [name for name in plans if first[name] == name]
+        self.say(f"{model}, ZeRO stage {stage}: even, then {', '.join(turns)} in turns")
+        timed, even_losses = self.train(model, stage, rows, profile, [])
+        steps, losses = {EVEN: timed}, {EVEN: dict(enumerate(even_losses))}
+        timed, found = self.train(model, stage, rows, profile, [plans[name] for name in turns])
+        for number, name in enumerate(turns):
+            steps[name] = timed[number :: len(turns)]
+            losses[name] = dict(list(enumerate(found))[number :: len(turns)])
+        speeds = zip(*(step.own_speeds for own in steps.values() for step in own), strict=True)
         own_speeds = [statistics.median(column) for column in speeds]
         even_plan = [[self.job["per_rank_samples"]]] * self.world_size
         strategies = {}
@@ -271,10 +294,14 @@ class Bench:
                 "standard_error": standard_error(shares),
                 "step_times_s": [step.seconds for step in steps[run]],
                 "predicted_step_time_s": plans[name].predicted_step_time_s if name in plans else None,
-                "loss_difference": max(abs(a - b) for a, b in zip(losses[run], losses[EVEN], strict=True)),
+                # The even split's run is shorter.
+                "loss_difference": max(
+                    abs(loss - losses[EVEN][step]) for step, loss in losses[run].items() if step in losses[EVEN]
+                ),
                 "micro_batch_sizes": sizes,
                 "same_as": run if run != name else "",
             }
+            self.say(f"{model}, ZeRO stage {stage}: {name} {statistics.median(shares):.3f} of the bound")
         return {
             "title": self.job["title"],
             "emulated": bool(self.job["slowdown"]),
@@ -291,28 +318,37 @@ class Bench:
         return [self.global_batch_size / step.seconds / sum(step.own_speeds) for step in steps]
 
     def train(
-        self, model: str, stage: int, rows: list[Any], profile: ClusterProfile, plan: Plan | None
+        self, model: str, stage: int, rows: list[Any], profile: ClusterProfile, plans: Sequence[Plan]
     ) -> tuple[list[TimedStep], list[float]]:
-        """One run: its steps after the first ones, and all its logged losses, those of rank 0 on every rank."""
+        """One run; without plans the stock Trainer's.
+
+        Returns:
+            The measured steps, of which the first follows the first plan; and the losses of all steps, rank 0's on every
+            rank.
+        """
         self.forget()
-        clock = StepClock(self.own, self.ranks)
+        turns = max(len(plans), 1)
+        clock, count = StepClock(self.own, self.ranks), self.steps_of_run(turns)
         with tempfile.TemporaryDirectory() as folder:
-            args = self.arguments(folder, stage, self.job["per_rank_samples"])
+            args = self.arguments(folder, stage, self.job["per_rank_samples"], steps=count)
             common = {"model": self.model(model), "args": args, "train_dataset": rows, "callbacks": [clock]}
-            if plan is None:
+            if plans:
+                config = PoplarConfig(replan="off", report=False)
+                common["callbacks"] = [Turns(plans, count), clock]
+                trainer = PoplarTrainer(**common, poplar_plan=plans[0], poplar_config=config)
+                trainer.poplar_prepare()
+                trainer.poplar.pace_by(profile)
+            else:
                 trainer = Trainer(**common)
                 emulation = Emulation(slowdown=self.slowdown)
                 emulation.attach(trainer.model)
                 emulation.expect(self.pass_seconds(profile, self.job["per_rank_samples"]))
-            else:
-                config = PoplarConfig(replan="off", report=False)
-                trainer = PoplarTrainer(**common, poplar_plan=plan, poplar_config=config)
-                trainer.poplar_prepare()
-                trainer.poplar.pace_by(profile)
             trainer.remove_callback(PrinterCallback)
             trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        steps, losses = self.ranks.broadcast((clock.steps[WARM_UP:], losses))
+        # The clock leaves out the first step.
+        measured = clock.steps[count - turns * self.job["steps"] - 1 :]
+        steps, losses = self.ranks.broadcast((measured, losses))
         del trainer, common
         gc.collect()
         return steps, losses
@@ -342,7 +378,7 @@ class Bench:
         """Where this rank computes."""
         return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if has_accelerator() else torch.device("cpu")
 
-    def arguments(self, folder: str, zero_stage: int | None, per_device: int) -> TrainingArguments:
+    def arguments(self, folder: str, zero_stage: int | None, per_device: int, *, steps: int) -> TrainingArguments:
         """The same for every run."""
         deepspeed = None
         if zero_stage is not None:
@@ -357,7 +393,7 @@ class Bench:
         on_gloo = {} if has_accelerator() else {"accelerator_config": {"use_configured_state": True}}
         return TrainingArguments(
             output_dir=folder,
-            max_steps=self.steps,
+            max_steps=steps,
             per_device_train_batch_size=per_device,
             logging_steps=1,
             report_to=[],

@@ -163,7 +163,7 @@ def test_the_options_of_torchrun_exist(command: Command) -> None:
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "bench_throughput" in c.text], ids=str)
 def test_the_options_of_the_benchmark_exist(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", shlex.split(command.text)[1:])
-    assert load_script("bench_throughput").parse_arguments().rounds >= 1
+    assert load_script("bench_throughput").parse_arguments().steps >= 1
 
 
 def test_shell_scripts_in_the_pages_are_well_formed() -> None:
