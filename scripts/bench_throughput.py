@@ -7,10 +7,10 @@
 
 For every model and ZeRO stage: the stock Trainer with DeepSpeed (an even split), then PoplarTrainer with the plans of the
 strategies flops (Whale's idea), proportional, poplar (as published) and optimal, and the bound: the sum of the ranks' own
-speeds without any communication. It is measured again after every step, and a step is set against what the ranks did on
-their own right before and after it, so that a machine whose speed drifts disturbs little. The share of the bound is the median over
-all steps but the first of each run, and speeds are that share of the median bound. All runs see the same samples in every
-step, so their losses can be compared.
+speeds without any communication. The plans take turns step by step, the bound is measured again after every step, and a step
+is set against what the ranks did on their own right before and after it, so that a machine whose speed drifts disturbs
+little. The share of the bound is the median over the steps but the first ones, and speeds are that share of the median bound.
+All runs see the same samples in every step, so their losses can be compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 EVEN = "even (Trainer)"
-ORDER = (EVEN, "flops", "proportional", "poplar", "optimal")
 GOALS = {0: 0.95, 1: 0.95, 2: 0.90, 3: 0.90}
 """Share of the bound that `optimal` is to reach, by ZeRO stage."""
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
@@ -62,11 +61,11 @@ def main() -> int:
         results += found
         if broken_off:
             break
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     tables = [table_of(result, markdown=args.markdown) for result in results]
     tables += [summary_of(own, markdown=args.markdown) for own in by_title(results)]
     print("\n\n".join(tables))
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if broken_off:
         raise SystemExit(f"bench_throughput: {broken_off}; what was measured until then is above.")
     missed = [problem for result in results for problem in shortfalls(result)]
@@ -123,7 +122,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when `optimal` misses its goal")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.steps < 2:
+        parser.error("--steps must be at least 2, so that the even split's run has a step of every plan to compare.")
+    return args
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
@@ -198,7 +200,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[list[dict[str, 
 
 def table_of(result: dict[str, Any], *, markdown: bool) -> str:
     """One model at one stage: a row per strategy, the bound last."""
-    from accelerate_poplar.text_table import format_table, short_sizes
+    from accelerate_poplar.text_table import short_sizes
 
     even = result["strategies"][EVEN]["samples_per_s"]
     header = ("strategy", "samples/s", "to even", "of the bound", "loss difference", "micro-batches by rank")
@@ -213,16 +215,12 @@ def table_of(result: dict[str, Any], *, markdown: bool) -> str:
     bound = result["bound_samples_per_s"]
     rows.append(("bound", f"{bound:.1f}", f"{bound / even:.2f}x", "1.000", "", "each rank on its own"))
     title = f"{result['title']}; {result['model']}, ZeRO stage {result['zero_stage']}"
-    if not markdown:
-        return f"{title}\n{format_table(header, rows, left=(0, 5))}"
-    return f"**{title}**\n\n{markdown_table(header, rows, left=(0, 5))}"
+    return titled_table(title, header, rows, left=(0, 5), markdown=markdown)
 
 
 def summary_of(results: Sequence[dict[str, Any]], *, markdown: bool) -> str:
     """All models and stages of one setting: the share of the bound by strategy."""
-    from accelerate_poplar.text_table import format_table
-
-    names = sorted({name for result in results for name in result["strategies"]}, key=ORDER.index)
+    names = list(dict.fromkeys(name for result in results for name in result["strategies"]))
     header = ("model", "ZeRO stage", *names, "±", "optimal to even", "loss difference")
     rows = []
     for result in results:
@@ -233,9 +231,7 @@ def summary_of(results: Sequence[dict[str, Any]], *, markdown: bool) -> str:
         difference = max(strategy["loss_difference"] for strategy in found.values())
         rows.append((result["model"], str(result["zero_stage"]), *shares, error, f"{gain:.2f}x", f"{difference:.1e}"))
     title = f"{results[0]['title']}; share of the bound"
-    if not markdown:
-        return f"{title}\n{format_table(header, rows, left=(0,))}"
-    return f"**{title}**\n\n{markdown_table(header, rows, left=(0,))}"
+    return titled_table(title, header, rows, left=(0,), markdown=markdown)
 
 
 def by_title(results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -244,10 +240,17 @@ def by_title(results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return [[result for result in results if result["title"] == title] for title in titles]
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: tuple[int, ...]) -> str:
-    """A table in Markdown; columns are right-aligned but those in `left`."""
+def titled_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, left: tuple[int, ...], markdown: bool
+) -> str:
+    """A table under its title, aligned or in Markdown; columns are aligned to the right but those in `left`."""
+    from accelerate_poplar.text_table import format_table
+
+    if not markdown:
+        return f"{title}\n{format_table(header, rows, left=left)}"
     rule = ["---" if column in left else "---:" for column in range(len(header))]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
+    lines = "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
+    return f"**{title}**\n\n{lines}"
 
 
 def read(files: Sequence[str] | None) -> list[dict[str, Any]]:

@@ -334,8 +334,8 @@ class Bench:
             common = {"model": self.model(model), "args": args, "train_dataset": rows, "callbacks": [clock]}
             if plans:
                 config = PoplarConfig(replan="off", report=False)
-                common["callbacks"] = [Turns(plans, count), clock]
                 trainer = PoplarTrainer(**common, poplar_plan=plans[0], poplar_config=config)
+                trainer.add_callback(Turns(plans, count))
                 trainer.poplar_prepare()
                 trainer.poplar.pace_by(profile)
             else:

@@ -1,4 +1,4 @@
-"""The project's scripts as modules, so that tests can call their parts."""
+"""The project's scripts and examples as modules, so that tests can call their parts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from types import ModuleType
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
-def load_script(name: str) -> ModuleType:
-    """`scripts/<name>.py`, imported under its own name, by which dataclasses look their module up."""
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+def load_file(path: Path, name: str) -> ModuleType:
+    """A file as a module of that name, by which dataclasses look their module up."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def load_script(name: str) -> ModuleType:
+    """`scripts/<name>.py` under its own name."""
+    return load_file(SCRIPTS / f"{name}.py", name)

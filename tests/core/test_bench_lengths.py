@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.core.scripts import load_script
-
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-
 
 BENCH = load_script("bench_lengths")
 RANK = load_script("bench_lengths_rank")

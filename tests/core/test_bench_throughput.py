@@ -147,6 +147,15 @@ def test_the_settings_of_this_machine_are_found() -> None:
     assert "emulated" in setting.title
 
 
+def test_too_few_steps_to_compare_losses_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", "--steps", "1"])
+    with pytest.raises(SystemExit):
+        BENCH.parse_arguments()
+    assert "--steps must be at least 2" in capsys.readouterr().err
+
+
 def test_a_step_is_set_against_what_the_ranks_did_around_it() -> None:
     step = RANK.TimedStep(2.0, before=[10.0, 4.0], after=[10.0, 2.0])
     assert step.own_speeds == pytest.approx([10.0, 3.0])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
@@ -14,18 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
+from tests.core.scripts import load_file
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load(path: str) -> ModuleType:
-    name = "example_" + path.replace("/", "_").removesuffix(".py")
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file(EXAMPLES / path, "example_" + path.replace("/", "_").removesuffix(".py"))
 
 
 TEXT = load("text_data.py")

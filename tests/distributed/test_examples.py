@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -10,13 +9,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 
+from tests.core.scripts import load_file
 from tests.data_folder import data_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -129,19 +128,9 @@ def test_the_example_trains_evaluates_and_resumes(case: Case, tmp_path: Path) ->
             assert after == pytest.approx(before, rel=1e-5)
 
 
-def example_module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", REPOSITORY / "examples" / name / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def bert_loss(output_dir: Path) -> float:
     """The loss of the saved model on the evaluation rows, in this process alone."""
-    example = example_module("bert")
+    example = load_file(REPOSITORY / "examples" / "bert" / "train.py", "example_bert")
     folder = data_folder()
     _, lines, _ = example.load_text(str(folder / "wikitext-2") if folder else None)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(output_dir / "tokenizer")

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.core.scripts import load_script
 from tests.data_folder import data_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600
 
 
-def load_quickstart() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quickstart", REPOSITORY / "scripts" / "quickstart.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quickstart"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-QUICKSTART = load_quickstart()
+QUICKSTART = load_script("quickstart")
 
 
 @pytest.mark.parametrize(("slowdown", "ideal"), [((1.0, 3.0), 2.0), ((1.0, 1.0), 1.0), ((1.0, 1.5, 4.0), 23 / 9)])
