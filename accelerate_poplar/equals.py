@@ -86,7 +86,10 @@ def _share(
             continue
         # The lower median: of two ranks, the faster one is what the device can do.
         reference = {size: statistics.median_low(times[rank][size] for rank in members) for size in common}
-        factors = {rank: statistics.median(times[rank][s] / reference[s] for s in common) for rank in members}
+        ratios = {rank: statistics.median(times[rank][s] / reference[s] for s in common) for rank in members}
+        # Where noise makes one rank faster at some sizes and another one at others, none is at the reference itself.
+        usual = statistics.median_low(ratios.values())
+        factors = {rank: ratio / usual for rank, ratio in ratios.items()}
         stragglers += [
             Straggler(
                 rank=rank,

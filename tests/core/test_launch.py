@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from accelerate_poplar import ConfigError, PoplarConfig, launch
+from tests.distributed.launch import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
@@ -164,9 +164,7 @@ def test_a_signal_ends_all_ranks_and_leaves_no_files(tmp_path: Path) -> None:
 
 
 def test_two_hosts_meet(tmp_path: Path, script: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     data = yaml.safe_load((REPOSITORY / "configs" / "two_hosts.yaml").read_text())
     config = write(tmp_path / "run.yaml", {**data, "poplar": {"timeout_s": 60}})
     address = ("--num_processes", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", port)

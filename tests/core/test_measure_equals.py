@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accelerate_poplar.equals import share_curves
 from accelerate_poplar.profiles import Measurement
@@ -74,3 +76,27 @@ def test_of_two_ranks_the_slower_one_is_named() -> None:
     _, stragglers = share_curves([curve(1.5), curve(1.0)], ["a", "a"])
     assert [s.rank for s in stragglers] == [0]
     assert stragglers[0].factor == pytest.approx(1.5)
+
+
+def test_two_ranks_that_take_turns_at_being_slow_are_alike() -> None:
+    points, stragglers = share_curves([curve(1.0, 2.4, 4.0, 9.6), curve(1.2, 2.0, 4.8, 8.0)], ["a", "a"])
+    assert points[0] == points[1]
+    assert [p.step_time_s for p in points[0]] == pytest.approx([1.1, 2.2, 4.4, 8.8])
+    assert stragglers == []
+
+
+@given(
+    st.lists(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.sampled_from([None, 1.0, 2.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_noise_leaves_every_rank_its_sizes_and_someone_to_compare_with(
+    noise: list[list[float]], slowdown: float | None
+) -> None:
+    own = [curve(*(factor * 2**i for i, factor in enumerate(factors))) for factors in noise]
+    slowdowns = None if slowdown is None else [slowdown] * len(own)
+    points, stragglers = share_curves(own, ["a"] * len(own), slowdowns)
+    assert [[p.micro_batch_size for p in rank] for rank in points] == [[1, 2, 4, 8]] * len(own)
+    for straggler in stragglers:
+        assert straggler.equals
+        assert straggler.rank not in straggler.equals

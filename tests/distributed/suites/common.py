@@ -328,7 +328,7 @@ def run_cases(cases: dict[str, Callable[[], Any]]) -> None:
         try:
             found = case() or []
         except Exception:  # noqa: BLE001 - one failing check must not hide the others
-            found = [traceback.format_exc(limit=12)]
+            found = [traceback.format_exc(limit=-12)]
             # Said at once as well: where the other ranks wait in this check, nobody gets to the report below.
             print(f"in {name}:", *found, flush=True)
         own = "\n".join(map(str, found))
