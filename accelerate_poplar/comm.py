@@ -29,6 +29,9 @@ class Ranks(Protocol):
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """The value of rank `source`, on every rank."""
 
+    def meet(self, meanwhile: Callable[[], bool]) -> None:
+        """Wait for all ranks to be here; until they are, call `meanwhile` again and again, as long as it returns True."""
+
 
 class SingleRank:
     """One process alone."""
@@ -44,6 +47,9 @@ class SingleRank:
         """The value itself."""
         return value  # type: ignore[return-value]
 
+    def meet(self, meanwhile: Callable[[], bool]) -> None:
+        """Nobody to wait for."""
+
 
 class ProcessRanks:
     """All processes of the default torch.distributed group.
@@ -52,7 +58,7 @@ class ProcessRanks:
         timeout_s: Longest wait for the other ranks, in seconds.
 
     Raises:
-        RankError: From `gather` and `broadcast`, when a rank is gone or does not answer in time.
+        RankError: From `gather`, `broadcast` and `meet`, when a rank is gone or does not answer in time.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
@@ -73,6 +79,17 @@ class ProcessRanks:
         self._guard(lambda: dist.broadcast_object_list(box, src=source, group=self._group))
         return box[0]  # type: ignore[no-any-return]
 
+    def meet(self, meanwhile: Callable[[], bool]) -> None:
+        """Wait for all ranks to be here, and call `meanwhile` until then, as long as it returns True."""
+
+        def wait() -> None:
+            arrival = dist.barrier(group=self._group, async_op=True)
+            while not arrival.is_completed() and meanwhile():
+                pass
+            arrival.wait()
+
+        self._guard(wait)
+
     def _guard(self, call: Callable[[], Any]) -> None:
         try:
             call()
@@ -91,7 +108,7 @@ def connect(timeout_s: float = 600.0) -> Ranks:
     return SingleRank()
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> T:
+def together(ranks: Ranks, work: Callable[[], T], meanwhile: Callable[[T], bool] | None = None) -> T:
     """Run local work on every rank; if it fails anywhere, fail everywhere with the same message.
 
     `work` must not communicate: a rank that failed half-way would leave its peers waiting.
@@ -99,6 +116,8 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     Args:
         ranks: The other ranks.
         work: Called once on this rank.
+        meanwhile: Called with what `work` returned, again and again until the other ranks are done too, as long as it
+            returns True; None = wait idly. It must not communicate either.
 
     Returns:
         What `work` returned on this rank.
@@ -113,6 +132,17 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:  # noqa: BLE001 - any failure must reach the other ranks before it is raised
         problem = error
+    if meanwhile is not None:
+
+        def go_on() -> bool:
+            nonlocal problem
+            try:
+                return problem is None and meanwhile(result)  # type: ignore[arg-type]
+            except Exception as error:  # noqa: BLE001 - as above
+                problem = error
+            return False
+
+        ranks.meet(go_on)
     reports = ranks.gather(None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem

@@ -135,7 +135,9 @@ class RankProber:
             if all(ranks.gather(whole)):
                 with on_device(request.model, request.device, request.dtype):
                     activations, correction, timed = together(
-                        ranks, lambda: self._measure_whole(stepper, predicted, room)
+                        ranks,
+                        lambda: self._measure_whole(stepper, predicted, room),
+                        lambda found: self._time_again(stepper, found[-1]),
                     )
             else:
                 activations, timed = self._measure_blocks(stepper, predicted, budget)
@@ -282,7 +284,13 @@ class RankProber:
             sizes = tuple(results[0][1].seconds) if results else None
             with shortened(form), on_device(request.model, request.device, request.dtype):
                 room = budget - self._own_bytes()
-                results.append(together(request.ranks, partial(self._measure_form, stepper, predicted, room, sizes)))
+                results.append(
+                    together(
+                        request.ranks,
+                        partial(self._measure_form, stepper, predicted, room, sizes),
+                        lambda found: self._time_again(stepper, found[-1]),
+                    )
+                )
         activations = predicted
         if activations is None:
             activations = ActivationMemory.fit(_combined([dict(real) for real, _ in results], forms))
@@ -315,6 +323,20 @@ class RankProber:
             progress=self.request.progress,
             summary=min if self.request.all_slowed else statistics.median,
         )
+
+    def _time_again(self, stepper: MicroStepper, timed: TimedSizes) -> bool:
+        """One more repeat of the size with the fewest, while other ranks are not done: ranks share hosts, links and power, and
+        none is to be timed with more of these to itself than it has in training.
+
+        Returns:
+            False where there is nothing to time.
+        """
+        if not timed.repeats:
+            return False
+        size = min(timed.repeats, key=lambda known: (len(timed.repeats[known]), known))
+        self.request.progress(f"micro-batch {size} again, until all ranks are done")
+        timed.repeats[size] += stepper.time(size, warm=True)
+        return True
 
     def _stepper(self) -> MicroStepper:
         request = self.request

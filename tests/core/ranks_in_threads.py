@@ -14,6 +14,7 @@ class _Meeting:
     def __init__(self, world_size: int) -> None:
         self.values: list[Any] = [None] * world_size
         self.barrier = threading.Barrier(world_size)
+        self.arrived: set[int] = set()
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.values[rank] = value
@@ -36,6 +37,16 @@ class ThreadRanks:
     def broadcast(self, value: T | None, source: int = 0) -> T:
         """The value of rank `source`."""
         return self._meeting.exchange(self.rank, value)[source]
+
+    def meet(self, meanwhile: Callable[[], bool]) -> None:
+        """Wait for every rank, calling `meanwhile`."""
+        arrived = self._meeting.arrived
+        arrived.add(self.rank)
+        while len(arrived) < self.world_size and meanwhile():
+            pass
+        self._meeting.barrier.wait(_PATIENCE_S)
+        arrived.discard(self.rank)
+        self._meeting.barrier.wait(_PATIENCE_S)
 
 
 def run_ranks(world_size: int, work: Callable[[ThreadRanks], T], *, errors: bool = False) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from accelerate_poplar.comm import SingleRank, agree, decide, fail_together, tog
 from accelerate_poplar.loader import HostOrder, StepBatch, build_loader
 from accelerate_poplar.probe_data import ProbeData, row_length, sequence_length
 
+from .ranks_in_threads import ThreadRanks, run_ranks
 from .test_sampler import make_plan
 
 
@@ -50,6 +52,35 @@ def test_an_own_failure_keeps_its_type() -> None:
     with pytest.raises(ConfigError, match="mine"):
         decide(Others(), fail)
     assert decide(SingleRank(), lambda: 3) == 3
+
+
+def test_a_rank_that_is_done_goes_on_until_all_are() -> None:
+    calls = threading.Semaphore(0)
+
+    def work(ranks: ThreadRanks) -> int:
+        # Rank 1 is done once rank 0 has gone on twice.
+        return 7 if ranks.rank == 0 else int(calls.acquire(timeout=30)) + int(calls.acquire(timeout=30))
+
+    def again(found: int) -> bool:
+        calls.release()
+        return found == 7
+
+    assert run_ranks(2, lambda ranks: together(ranks, lambda: work(ranks), again)) == [7, 2]
+
+
+def test_what_fails_meanwhile_fails_everywhere() -> None:
+    failed = threading.Event()
+
+    def again(found: bool) -> bool:
+        failed.set()
+        raise ConfigError("mine")
+
+    def work(ranks: ThreadRanks) -> bool:
+        return ranks.rank == 0 or failed.wait(30)
+
+    mine, theirs = run_ranks(2, lambda ranks: together(ranks, lambda: work(ranks), again), errors=True)
+    assert isinstance(mine, ConfigError)
+    assert isinstance(theirs, RankError)
 
 
 def test_a_disagreement_lists_every_rank() -> None:

@@ -12,4 +12,5 @@ TWO_RANKS: dict[str, tuple[int, ...]] = {
     "out_of_memory_in_the_step": (28,),
     "second_start": (),
     "preflight": (42, 44),
+    "the_quicker_rank_goes_on": (),
 }

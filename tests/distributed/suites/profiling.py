@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from accelerate_poplar import PoplarConfig
 from accelerate_poplar.allocations import AllocationCounter
-from accelerate_poplar.comm import connect
+from accelerate_poplar.comm import connect, together
 from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.host import start_gloo_state
 from accelerate_poplar.measure import MeasuredProfile, explain_memory, profile_cluster
@@ -317,6 +318,22 @@ def flight() -> list[str]:
     return [] if report.all_reduce_s > 0.0 and len(report.facts) == 2 else [str(report)]
 
 
+def the_quicker_rank_goes_on() -> list[str]:
+    """While the other rank still measures, nobody idles, so that none is timed on a host that is quieter than in training."""
+    ranks = connect(60.0)
+    calls: list[int] = []
+
+    def again(found: int) -> bool:
+        time.sleep(0.01)
+        calls.append(found)
+        return True
+
+    result = together(ranks, lambda: time.sleep(0.5 * ranks.rank) or 7, again)
+    counts = ranks.gather(len(calls))
+    wrong = result != 7 or set(calls) - {7} or counts[0] < 5 or counts[1] > counts[0]
+    return [f"result {result}, calls by rank {counts}"] if wrong else []
+
+
 def crash() -> None:
     """Not a check: one rank fails while profiling, and all must end."""
     start_gloo_state()
@@ -346,6 +363,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "out_of_memory_in_the_step": out_of_memory_in_the_step,
         "second_start": second_start,
         "preflight": flight,
+        "the_quicker_rank_goes_on": the_quicker_rank_goes_on,
     }
     missing = set(TWO_RANKS) ^ set(table)
     if missing:
