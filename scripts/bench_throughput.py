@@ -226,10 +226,12 @@ def summary_of(results: Sequence[dict[str, Any]], *, markdown: bool) -> str:
     for result in results:
         found, bound = result["strategies"], result["bound_samples_per_s"]
         shares = [f"{found[name]['samples_per_s'] / bound:.3f}" if name in found else "-" for name in names]
-        error = f"{found['optimal']['standard_error'] * found['optimal']['samples_per_s'] / bound:.3f}"
-        gain = found["optimal"]["samples_per_s"] / found[EVEN]["samples_per_s"]
-        difference = max(strategy["loss_difference"] for strategy in found.values())
-        rows.append((result["model"], str(result["zero_stage"]), *shares, error, f"{gain:.2f}x", f"{difference:.1e}"))
+        error = gain = "-"
+        if best := found.get("optimal"):
+            error = f"{best['standard_error'] * best['samples_per_s'] / bound:.3f}"
+            gain = f"{best['samples_per_s'] / found[EVEN]['samples_per_s']:.2f}x"
+        difference = f"{max(strategy['loss_difference'] for strategy in found.values()):.1e}"
+        rows.append((result["model"], str(result["zero_stage"]), *shares, error, gain, difference))
     title = f"{results[0]['title']}; share of the bound"
     return titled_table(title, header, rows, left=(0,), markdown=markdown)
 
@@ -273,8 +275,10 @@ def shortfalls(result: dict[str, Any]) -> list[str]:
     from accelerate_poplar.probe import standard_error
 
     strategies = result["strategies"]
-    best = strategies["optimal"]
     where = f"{result['title']}; {result['model']}, ZeRO stage {result['zero_stage']}"
+    best = strategies.get("optimal")
+    if best is None:
+        return [f"{where}: optimal has no plan"]
     share = best["samples_per_s"] / result["bound_samples_per_s"]
     goal = GOALS[result["zero_stage"]]
     problems = [f"{where}: {share:.3f} of the bound, the goal is {goal}"] if share < goal else []

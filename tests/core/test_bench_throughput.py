@@ -73,6 +73,16 @@ def test_the_summary_has_one_row_per_stage_and_a_dash_where_a_strategy_has_no_pl
     ]
 
 
+def test_a_model_that_optimal_cannot_train_is_said_to_be_missed() -> None:
+    found = result(optimal=96.0)
+    del found["strategies"]["optimal"]
+    assert (
+        BENCH.summary_of([found], markdown=True).splitlines()[-1]
+        == "| tiny llama | 1 | 0.480 | 0.940 | - | - | 1.0e-06 |"
+    )
+    assert "ZeRO stage 1: optimal has no plan" in BENCH.shortfalls(found)[0]
+
+
 def test_earlier_figures_are_shown_without_measuring(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
