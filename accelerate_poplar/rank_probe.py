@@ -24,6 +24,7 @@ from .points import PointPicker
 from .probe import SIZE_FAILURES, MicroStepper, TimedSizes, time_sizes
 from .profiles import Measurement
 from .rank_memory import RankMemory
+from .steady import steady_times
 
 _PREDICTED_SIZES = (1, 2, 4)
 _CHECKED_SIZES = (1, 2)
@@ -153,7 +154,7 @@ class RankProber:
             ),
             caps=self._caps(activations, states, budget, timed.proven_cap),
             step_overhead_s=self._optimizer_s(),
-            points=self._points(timed.seconds, activations),
+            points=self._points(steady_times(timed.seconds, timed.repeats), activations),
             skipped=timed.skipped,
             micro_steps=stepper.micro_steps,
             slowdown=request.emulation.slowdown if request.emulation else 1.0,

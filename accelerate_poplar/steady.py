@@ -1,0 +1,71 @@
+"""Times of micro-batch sizes without the differences that noise alone explains."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_TOLD_APART = 3.0
+"""Standard errors by which a larger size must be slower per sample to be believed."""
+_OF_A_MEDIAN = math.sqrt(math.pi / 2.0)
+"""Standard error of a median over that of a mean, for normal noise."""
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Sizes that noise does not tell apart."""
+
+    sizes: tuple[int, ...]
+    per_sample_s: float
+    error: float
+    """Standard error of the seconds per sample, relative to them."""
+
+    def slower_than_noise_explains(self, smaller: _Level) -> bool:
+        """True where these sizes really take longer per sample than the smaller ones."""
+        return self.per_sample_s / smaller.per_sample_s - 1.0 > _TOLD_APART * math.hypot(self.error, smaller.error)
+
+    def join(self, larger: _Level) -> _Level:
+        """Both as one: the mean of their times, weighted by how exactly they are known."""
+        own, other = self.error**-2, larger.error**-2
+        return _Level(
+            sizes=self.sizes + larger.sizes,
+            per_sample_s=(own * self.per_sample_s + other * larger.per_sample_s) / (own + other),
+            error=(own + other) ** -0.5,
+        )
+
+
+def steady_times(seconds: Mapping[int, float], repeats: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    """Seconds by size, where a sample takes longer in a larger micro-batch only if the repeats really say so.
+
+    The fastest of many sizes is mostly the one that noise made fast, and a planner would follow it to many small
+    micro-batches. Larger micro-batches use a device as well as smaller ones or better, so neighbours in the other order
+    are pooled as in isotonic regression (pool adjacent violators, Ayer et al. 1955), unless they differ by more than
+    three standard errors: a curve that gets worse, as at the edge of a cache, keeps its shape.
+
+    Args:
+        seconds: What stands for the repeats of a size, by micro-batch size.
+        repeats: Seconds of every repeat, by micro-batch size. The typical spread of one size counts for all of them, since
+            that of a few repeats is itself mostly luck.
+
+    Returns:
+        Seconds by size, in increasing order of size; as given where there are no two repeats, or these do not differ.
+    """
+    spreads = [
+        statistics.stdev(own) / statistics.fmean(own)
+        for size, own in repeats.items()
+        if size in seconds and len(own) > 1
+    ]
+    spread = statistics.median(spreads) if spreads else 0.0
+    if spread == 0.0:
+        return {size: seconds[size] for size in sorted(seconds)}
+    levels: list[_Level] = []
+    for size in sorted(seconds):
+        level = _Level((size,), seconds[size] / size, _OF_A_MEDIAN * spread / math.sqrt(len(repeats[size])))
+        while levels and level.per_sample_s > levels[-1].per_sample_s:
+            if level.slower_than_noise_explains(levels[-1]):
+                break
+            level = levels.pop().join(level)
+        levels.append(level)
+    return {size: level.per_sample_s * size for level in levels for size in level.sizes}
