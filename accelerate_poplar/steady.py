@@ -7,8 +7,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 _TOLD_APART = 3.0
 """Standard errors by which a larger size must be slower per sample to be believed."""
+_LEAN = 0.5
+"""Standard errors by which the first and the last of sizes that noise does not tell apart are set apart."""
 _OF_A_MEDIAN = math.sqrt(math.pi / 2.0)
 """Standard error of a median over that of a mean, for normal noise."""
 
@@ -26,6 +30,11 @@ class _Level:
         """True where these sizes really take longer per sample than the smaller ones."""
         return self.per_sample_s / smaller.per_sample_s - 1.0 > _TOLD_APART * math.hypot(self.error, smaller.error)
 
+    def leaning(self) -> list[float]:
+        """Seconds per sample by size, from half a standard error more to half a standard error less."""
+        leans = np.linspace(_LEAN, -_LEAN, len(self.sizes)) if len(self.sizes) > 1 else [0.0]
+        return [self.per_sample_s * (1.0 + float(lean) * self.error) for lean in leans]
+
     def join(self, larger: _Level) -> _Level:
         """Both as one: the mean of their times, weighted by how exactly they are known."""
         own, other = self.error**-2, larger.error**-2
@@ -42,7 +51,8 @@ def steady_times(seconds: Mapping[int, float], repeats: Mapping[int, Sequence[fl
     The fastest of many sizes is mostly the one that noise made fast, and a planner would follow it to many small
     micro-batches. Larger micro-batches use a device as well as smaller ones or better, so neighbours in the other order
     are pooled as in isotonic regression (pool adjacent violators, Ayer et al. 1955), unless they differ by more than
-    three standard errors: a curve that gets worse, as at the edge of a cache, keeps its shape.
+    three standard errors: a curve that gets worse, as at the edge of a cache, keeps its shape. Among pooled sizes the larger
+    ones stay faster by what the repeats cannot tell, so that a plan has few micro-batches rather than many.
 
     Args:
         seconds: What stands for the repeats of a size, by micro-batch size.
@@ -68,4 +78,12 @@ def steady_times(seconds: Mapping[int, float], repeats: Mapping[int, Sequence[fl
                 break
             level = levels.pop().join(level)
         levels.append(level)
-    return {size: level.per_sample_s * size for level in levels for size in level.sizes}
+    found: dict[int, float] = {}
+    per_sample, before = math.inf, math.inf
+    for level in levels:
+        # Levels that rise are told apart; where they fall, leaning does not turn them round.
+        per_sample, before = math.inf if level.per_sample_s > before else per_sample, level.per_sample_s
+        for size, leaning in zip(level.sizes, level.leaning(), strict=True):
+            per_sample = min(per_sample, leaning)
+            found[size] = size * per_sample
+    return found

@@ -354,10 +354,13 @@ class Bench:
         return steps, losses
 
     def own_speed(self, model: str, rows: list[Any], profile: ClusterProfile) -> OwnSpeed:
-        """This rank on its own, at the smallest size that is about as fast as its fastest one: a pass should not take long."""
+        """This rank on its own, at a size that is about as fast as its fastest one: the largest that can be repeated in the
+        time there is, else the smallest.
+        """
         times = self.curve(profile).times()
         speeds = np.arange(1, len(times)) / times[1:]
-        size = 1 + int(np.flatnonzero(speeds >= NEARLY * speeds.max())[0])
+        fast = 1 + np.flatnonzero(speeds >= NEARLY * speeds.max())
+        size = int(max(fast[times[fast] <= self.job["own_speed_s"] / 2.0], default=fast[0]))
         network = self.model(model).to(self.device()).train()
         batch = {key: torch.stack([row[key] for row in rows[:size]]).to(self.device()) for key in rows[0]}
         emulation = Emulation(slowdown=self.slowdown)
