@@ -12,7 +12,7 @@ import numpy as np
 _TOLD_APART = 3.0
 """Standard errors by which a larger size must be slower per sample to be believed."""
 _LEAN = 0.5
-"""Standard errors by which the first and the last of sizes that noise does not tell apart are set apart."""
+"""Standard errors by which the first and the last of sizes that noise does not tell apart are moved from their mean."""
 _OF_A_MEDIAN = math.sqrt(math.pi / 2.0)
 """Standard error of a median over that of a mean, for normal noise."""
 

@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
         help="optimizer steps measured of every strategy (default 8)",
     )
     parser.add_argument(
-        "--own_speed_s", type=float, default=1.0, help="of measuring the bound, after every step (default 1)"
+        "--own_speed_s", type=float, default=2.0, help="of measuring the bound, after every step (default 2)"
     )
     parser.add_argument("--profile_budget_s", type=float, default=120.0, help="for one model (default 120)")
     parser.add_argument("--timeout_s", type=float, default=7200.0, help="for one setting (default 7200)")

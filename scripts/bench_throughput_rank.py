@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import math
 import os
 import statistics
 import sys
@@ -45,7 +44,7 @@ from accelerate_poplar.probe import standard_error
 EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
 WARM_UP = 2
-"""First optimizer steps of a run that are not measured, at least."""
+"""First optimizer steps of every plan that are not measured: it meets its sizes for the first time, and memory grows."""
 NEARLY = 0.99
 """Of the highest speed of a curve, a speed that the bound may be measured at."""
 SHAPES = {"narrow": (4, 128, 4, 1024), "tiny": (2, 256, 4, 512), "base": (12, 768, 12, 1024)}
@@ -264,28 +263,28 @@ class Bench:
 
     def steps_of_run(self, turns: int) -> int:
         """Optimizer steps of a run in which so many plans take turns."""
-        return (math.ceil(WARM_UP / turns) + self.job["steps"]) * turns
+        return (WARM_UP + self.job["steps"]) * turns
 
     def compare(self, model: str, stage: int, rows: list[Any], profile: ClusterProfile) -> dict[str, Any]:
         """The even split, then all strategies in turns."""
         plans = self.plans(profile, stage)
+        even_plan = [[self.job["per_rank_samples"]]] * self.world_size
+        sizes = {name: [list(rank.micro_batch_sizes) for rank in plan.ranks] for name, plan in plans.items()}
+        sizes = {EVEN: even_plan, **sizes}
         # Equal plans are run once, under the name of the first.
-        first = {name: next(other for other in plans if same(plans[other], plan)) for name, plan in plans.items()}
+        first = {name: next(other for other in sizes if sizes[other] == own) for name, own in sizes.items()}
         turns = [name for name in plans if first[name] == name]
         self.say(f"{model}, ZeRO stage {stage}: even, then {', '.join(turns)} in turns")
         timed, even_losses = self.train(model, stage, rows, profile, [])
         steps, losses = {EVEN: timed}, {EVEN: dict(enumerate(even_losses))}
-        timed, found = self.train(model, stage, rows, profile, [plans[name] for name in turns])
+        timed, found = self.train(model, stage, rows, profile, [plans[name] for name in turns]) if turns else ([], [])
         for number, name in enumerate(turns):
             steps[name] = timed[number :: len(turns)]
             losses[name] = dict(list(enumerate(found))[number :: len(turns)])
         speeds = zip(*(step.own_speeds for own in steps.values() for step in own), strict=True)
         own_speeds = [statistics.median(column) for column in speeds]
-        even_plan = [[self.job["per_rank_samples"]]] * self.world_size
         strategies = {}
-        for name in (EVEN, *plans):
-            run = first.get(name, name)
-            sizes = [list(rank.micro_batch_sizes) for rank in plans[name].ranks] if name in plans else even_plan
+        for name, run in first.items():
             shares = self.shares(steps[run])
             strategies[name] = {
                 # What it would be while the ranks are as fast as they were most of the time.
@@ -298,7 +297,7 @@ class Bench:
                 "loss_difference": max(
                     abs(loss - losses[EVEN][step]) for step, loss in losses[run].items() if step in losses[EVEN]
                 ),
-                "micro_batch_sizes": sizes,
+                "micro_batch_sizes": sizes[name],
                 "same_as": run if run != name else "",
             }
             self.say(f"{model}, ZeRO stage {stage}: {name} {statistics.median(shares):.3f} of the bound")
@@ -424,11 +423,6 @@ class Bench:
         unset_hf_deepspeed_config()
         if not has_accelerator():
             start_gloo_state()
-
-
-def same(one: Plan, other: Plan) -> bool:
-    """True where two plans decide the same."""
-    return one.digest == other.digest
 
 
 def main() -> int:
