@@ -188,3 +188,14 @@ def test_plans_take_turns_step_by_step() -> None:
     loader = argparse.Namespace(plan_sampler=Sampler())
     RANK.Turns(["flops", "optimal"], 5).on_train_begin(None, None, None, train_dataloader=loader)
     assert changes == [(0, "flops"), (1, "optimal"), (2, "flops"), (3, "optimal"), (4, "flops")]
+
+
+def test_plans_that_differ_by_single_samples_are_run_once() -> None:
+    plan = [[768, 422], [557], [0]]
+    assert RANK.as_good_as(plan, plan)
+    assert RANK.as_good_as(plan, [[768, 423], [556], [0]])
+    assert not RANK.as_good_as(plan, [[768, 430], [549], [0]])
+    assert not RANK.as_good_as(plan, [[595, 595], [557], [0]])
+    assert not RANK.as_good_as(plan, [[768, 422], [278, 279], [0]])
+    assert not RANK.as_good_as([[2, 1]], [[1, 2]])
+    assert not RANK.as_good_as([[1, 0]], [[1, 1]])
