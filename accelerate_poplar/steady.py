@@ -26,9 +26,10 @@ class _Level:
     error: float
     """Standard error of the seconds per sample, relative to them."""
 
-    def slower_than_noise_explains(self, smaller: _Level) -> bool:
-        """True where these sizes really take longer per sample than the smaller ones."""
-        return self.per_sample_s / smaller.per_sample_s - 1.0 > _TOLD_APART * math.hypot(self.error, smaller.error)
+    def slower_by_noise_alone(self, smaller: _Level) -> bool:
+        """True where these sizes take longer per sample than the smaller ones, but not by so much that it is believed."""
+        slower = self.per_sample_s / smaller.per_sample_s - 1.0
+        return 0.0 < slower <= _TOLD_APART * math.hypot(self.error, smaller.error)
 
     def leaning(self) -> list[float]:
         """Seconds per sample by size, from half a standard error more to half a standard error less."""
@@ -73,9 +74,7 @@ def steady_times(seconds: Mapping[int, float], repeats: Mapping[int, Sequence[fl
     levels: list[_Level] = []
     for size in sorted(seconds):
         level = _Level((size,), seconds[size] / size, _OF_A_MEDIAN * spread / math.sqrt(len(repeats[size])))
-        while levels and level.per_sample_s > levels[-1].per_sample_s:
-            if level.slower_than_noise_explains(levels[-1]):
-                break
+        while levels and level.slower_by_noise_alone(levels[-1]):
             level = levels.pop().join(level)
         levels.append(level)
     found: dict[int, float] = {}

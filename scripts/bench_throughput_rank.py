@@ -270,9 +270,8 @@ class Bench:
     def compare(self, model: str, stage: int, rows: list[Any], profile: ClusterProfile) -> dict[str, Any]:
         """The even split, then all strategies in turns."""
         plans = self.plans(profile, stage)
-        even_plan = [[self.job["per_rank_samples"]]] * self.world_size
-        sizes = {name: [list(rank.micro_batch_sizes) for rank in plan.ranks] for name, plan in plans.items()}
-        sizes = {EVEN: even_plan, **sizes}
+        sizes = {EVEN: [[self.job["per_rank_samples"]]] * self.world_size}
+        sizes |= {name: [list(rank.micro_batch_sizes) for rank in plan.ranks] for name, plan in plans.items()}
         # Equal plans are run once, under the name of the first.
         first = {name: next(other for other in sizes if as_good_as(sizes[other], own)) for name, own in sizes.items()}
         turns = [name for name in plans if first[name] == name]

@@ -66,7 +66,7 @@ def test_exact_times_stay_as_they_are(count: int) -> None:
 
 
 @given(st.lists(st.lists(st.floats(0.5, 2.0), min_size=1, max_size=5), min_size=1, max_size=7))
-def test_all_sizes_remain_and_none_leaves_the_measured_range(noise: list[list[float]]) -> None:
+def test_all_sizes_remain_and_stay_about_the_measured_range(noise: list[list[float]]) -> None:
     repeats = {size: [size * factor for factor in factors] for size, factors in zip(SIZES, noise, strict=False)}
     found = steadied(repeats)
     assert list(found) == sorted(repeats)
