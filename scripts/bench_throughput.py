@@ -304,7 +304,7 @@ def is_ahead(ratios: Sequence[float]) -> bool:
     if statistics.median(ratios) <= 1.0 + NOISE:
         return False
     chance = wilcoxon([math.log(ratio) for ratio in ratios], alternative="greater").pvalue
-    return chance <= max(CHANCE, 0.5 ** len(ratios))
+    return bool(chance <= max(CHANCE, 0.5 ** len(ratios)))
 
 
 if __name__ == "__main__":
