@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -36,9 +35,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Makes glibc keep freed memory, as a GPU's allocator does; else a CPU gets slower with the micro-batch, since memory of large
 tensors comes from the system anew in every pass."""
 NOISE = 0.02
-"""A rival that is faster by less is not ahead."""
-CHANCE = 0.05
-"""Probability, under equal speed, of steps that favour a rival as much; above it the rival is not called ahead."""
+"""A rival that is faster by less is not ahead, nor one that is faster by less than twice the standard error of the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +272,8 @@ def read(files: Sequence[str] | None) -> list[dict[str, Any]]:
 
 def shortfalls(result: dict[str, Any]) -> list[str]:
     """Where `optimal` is below its share of the bound, behind a rival, or changes the loss."""
+    from accelerate_poplar.probe import standard_error
+
     strategies = result["strategies"]
     where = f"{result['title']}; {result['model']}, ZeRO stage {result['zero_stage']}"
     best = strategies.get("optimal")
@@ -286,25 +285,12 @@ def shortfalls(result: dict[str, Any]) -> list[str]:
     for name, found in strategies.items():
         # Step by step: plans took turns, so what disturbed one disturbed the other.
         ratios = [rival / own for rival, own in zip(found["shares_of_bound"], best["shares_of_bound"], strict=True)]
-        if is_ahead(ratios):
-            problems.append(f"{where}: {name} is {statistics.median(ratios):.2f}x as fast as optimal")
+        ahead = statistics.median(ratios)
+        if ahead > 1.0 + max(NOISE, 2.0 * standard_error(ratios)):
+            problems.append(f"{where}: {name} is {ahead:.2f}x as fast as optimal")
         if not found["loss_difference"] < 1e-4:
             problems.append(f"{where}: {name} changes the loss by {found['loss_difference']:.1e}")
     return problems
-
-
-def is_ahead(ratios: Sequence[float]) -> bool:
-    """Whether a rival is faster than `optimal` by more than noise and chance explain (Wilcoxon's signed-rank test).
-
-    Args:
-        ratios: The rival's speed over `optimal`'s, one entry per step. Fewer than five entries say so only together.
-    """
-    from scipy.stats import wilcoxon
-
-    if statistics.median(ratios) <= 1.0 + NOISE:
-        return False
-    chance = wilcoxon([math.log(ratio) for ratio in ratios], alternative="greater").pvalue
-    return bool(chance <= max(CHANCE, 0.5 ** len(ratios)))
 
 
 if __name__ == "__main__":
