@@ -9,7 +9,8 @@ For every model and ZeRO stage: the stock Trainer with DeepSpeed (an even split)
 strategies flops (Whale's idea), proportional, poplar (as published) and optimal, and the bound: the sum of the ranks' own
 speeds without any communication. The plans take turns step by step, the bound is measured again after every step, and a step
 is set against what the ranks did on their own right before and after it, so that a machine whose speed drifts disturbs
-little. The share of the bound is the median over the steps but the first ones, and speeds are that share of the median bound.
+little. While the median share of `optimal`, or how it compares with a rival, is within three standard errors of what it is judged
+by, on either side, these plans are run again, up to --rounds times in all. The share of the bound is the median over the steps but the first ones, and speeds are that share of the median bound.
 All runs see the same samples in every step, so their losses can be compared.
 """
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,15 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_throughput_judge import EVEN, shortfalls
+
 HERE = Path(__file__).resolve().parent
-EVEN = "even (Trainer)"
-GOALS = {0: 0.95, 1: 0.95, 2: 0.90, 3: 0.90}
-"""Share of the bound that `optimal` is to reach, by ZeRO stage."""
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Makes glibc keep freed memory, as a GPU's allocator does; else a CPU gets slower with the micro-batch, since memory of large
 tensors comes from the system anew in every pass."""
-NOISE = 0.02
-"""A rival that is faster by less is not ahead, nor one that is faster by less than twice the standard error of the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +109,21 @@ def parse_arguments() -> argparse.Namespace:
         help="optimizer steps measured of every strategy (default 8)",
     )
     parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="as many more times at most, --steps are measured of `optimal` and of plans that cannot be told from it "
+        "(default 3; 1 measures every plan once)",
+    )
+    parser.add_argument(
         "--own_speed_s", type=float, default=2.0, help="of measuring the bound, after every step (default 2)"
     )
-    parser.add_argument("--profile_budget_s", type=float, default=120.0, help="for one model (default 120)")
+    parser.add_argument(
+        "--profile_budget_s",
+        type=float,
+        default=240.0,
+        help="for one model; a pass of the largest micro-batch takes about 10 s here (default 240)",
+    )
     parser.add_argument("--timeout_s", type=float, default=7200.0, help="for one setting (default 7200)")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
@@ -123,6 +132,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when `optimal` misses its goal")
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1.")
     if args.steps < 2:
         parser.error("--steps must be at least 2, so that the even split's run has a step of every plan to compare.")
     return args
@@ -168,6 +179,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[list[dict[str, 
         "zero_stages": args.zero_stages,
         "per_rank_samples": args.per_rank_samples,
         "steps": args.steps,
+        "rounds": args.rounds,
         "own_speed_s": args.own_speed_s,
         "profile_budget_s": args.profile_budget_s,
     }
@@ -221,17 +233,18 @@ def table_of(result: dict[str, Any], *, markdown: bool) -> str:
 def summary_of(results: Sequence[dict[str, Any]], *, markdown: bool) -> str:
     """All models and stages of one setting: the share of the bound by strategy."""
     names = list(dict.fromkeys(name for result in results for name in result["strategies"]))
-    header = ("model", "ZeRO stage", *names, "±", "optimal to even", "loss difference")
+    header = ("model", "ZeRO stage", *names, "±", "steps", "optimal to even", "loss difference")
     rows = []
     for result in results:
         found, bound = result["strategies"], result["bound_samples_per_s"]
         shares = [f"{found[name]['samples_per_s'] / bound:.3f}" if name in found else "-" for name in names]
-        error = gain = "-"
+        error = steps = gain = "-"
         if best := found.get("optimal"):
             error = f"{best['standard_error'] * best['samples_per_s'] / bound:.3f}"
+            steps = str(len(best["shares_of_bound"]))
             gain = f"{best['samples_per_s'] / found[EVEN]['samples_per_s']:.2f}x"
         difference = f"{max(strategy['loss_difference'] for strategy in found.values()):.1e}"
-        rows.append((result["model"], str(result["zero_stage"]), *shares, error, gain, difference))
+        rows.append((result["model"], str(result["zero_stage"]), *shares, error, steps, gain, difference))
     title = f"{results[0]['title']}; share of the bound"
     return titled_table(title, header, rows, left=(0,), markdown=markdown)
 
@@ -268,29 +281,6 @@ def read(files: Sequence[str] | None) -> list[dict[str, Any]]:
         except (OSError, ValueError) as problem:
             raise SystemExit(f"bench_throughput: --show {name}: {problem}") from None
     return results
-
-
-def shortfalls(result: dict[str, Any]) -> list[str]:
-    """Where `optimal` is below its share of the bound, behind a rival, or changes the loss."""
-    from accelerate_poplar.probe import standard_error
-
-    strategies = result["strategies"]
-    where = f"{result['title']}; {result['model']}, ZeRO stage {result['zero_stage']}"
-    best = strategies.get("optimal")
-    if best is None:
-        return [f"{where}: optimal has no plan"]
-    share = best["samples_per_s"] / result["bound_samples_per_s"]
-    goal = GOALS[result["zero_stage"]]
-    problems = [f"{where}: {share:.3f} of the bound, the goal is {goal}"] if share < goal else []
-    for name, found in strategies.items():
-        # Step by step: plans took turns, so what disturbed one disturbed the other.
-        ratios = [rival / own for rival, own in zip(found["shares_of_bound"], best["shares_of_bound"], strict=True)]
-        ahead = statistics.median(ratios)
-        if ahead > 1.0 + max(NOISE, 2.0 * standard_error(ratios)):
-            problems.append(f"{where}: {name} is {ahead:.2f}x as fast as optimal")
-        if not found["loss_difference"] < 1e-4:
-            problems.append(f"{where}: {name} changes the loss by {found['loss_difference']:.1e}")
-    return problems
 
 
 if __name__ == "__main__":

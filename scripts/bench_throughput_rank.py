@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from bench_throughput_judge import EVEN, undecided
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -41,7 +42,6 @@ from accelerate_poplar.errors import PlanError
 from accelerate_poplar.host import has_accelerator, start_gloo_state
 from accelerate_poplar.probe import standard_error
 
-EVEN = "even (Trainer)"
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
 WARM_UP = 2
 """First optimizer steps of every plan that are not measured: it meets its sizes for the first time, and memory grows."""
@@ -268,20 +268,17 @@ class Bench:
         return (WARM_UP + self.job["steps"]) * turns
 
     def compare(self, model: str, stage: int, rows: list[Any], profile: ClusterProfile) -> dict[str, Any]:
-        """The even split, then all strategies in turns."""
+        """All strategies and the even split."""
         plans = self.plans(profile, stage)
         sizes = {EVEN: [[self.job["per_rank_samples"]]] * self.world_size}
         sizes |= {name: [list(rank.micro_batch_sizes) for rank in plan.ranks] for name, plan in plans.items()}
         # Equal plans are run once, under the name of the first.
         first = {name: next(other for other in sizes if as_good_as(sizes[other], own)) for name, own in sizes.items()}
         turns = [name for name in plans if first[name] == name]
-        self.say(f"{model}, ZeRO stage {stage}: even, then {', '.join(turns)} in turns")
-        timed, even_losses = self.train(model, stage, rows, profile, [])
-        steps, losses = {EVEN: timed}, {EVEN: dict(enumerate(even_losses))}
-        timed, found = self.train(model, stage, rows, profile, [plans[name] for name in turns]) if turns else ([], [])
-        for number, name in enumerate(turns):
-            steps[name] = timed[number :: len(turns)]
-            losses[name] = dict(list(enumerate(found))[number :: len(turns)])
+        self.say(f"{model}, ZeRO stage {stage}: even")
+        steps, losses = self.measure(
+            model, stage, rows, profile, {name: plans[name] for name in turns}, first.get("optimal")
+        )
         speeds = zip(*(step.own_speeds for own in steps.values() for step in own), strict=True)
         own_speeds = [statistics.median(column) for column in speeds]
         strategies = {}
@@ -294,10 +291,7 @@ class Bench:
                 "standard_error": standard_error(shares),
                 "step_times_s": [step.seconds for step in steps[run]],
                 "predicted_step_time_s": plans[name].predicted_step_time_s if name in plans else None,
-                # The even split's run is shorter.
-                "loss_difference": max(
-                    abs(loss - losses[EVEN][step]) for step, loss in losses[run].items() if step in losses[EVEN]
-                ),
+                "loss_difference": max(abs(loss - even) for loss, even in losses[run]),
                 "micro_batch_sizes": sizes[name],
                 "same_as": run if run != name else "",
             }
@@ -312,6 +306,42 @@ class Bench:
             "own_samples_per_s": own_speeds,
             "strategies": strategies,
         }
+
+    def measure(
+        self,
+        model: str,
+        stage: int,
+        rows: list[Any],
+        profile: ClusterProfile,
+        plans: Mapping[str, Plan],
+        best: str | None,
+    ) -> tuple[dict[str, list[TimedStep]], dict[str, list[tuple[float, float]]]]:
+        """The even split, then all plans in turns, then those that cannot be told from the best yet.
+
+        Args:
+            plans: By name.
+            best: The name of the plan that is judged; None where there is none.
+
+        Returns:
+            The measured steps by name, and by name the losses of steps next to the even split's losses, where its shorter
+            run has these steps.
+        """
+        timed, even = self.train(model, stage, rows, profile, [])
+        steps, losses = {EVEN: timed}, {EVEN: list(zip(even, even, strict=True))}
+        turns = list(plans)
+        for _ in range(self.job["rounds"] if turns else 0):
+            self.say(f"{model}, ZeRO stage {stage}: {', '.join(turns)} in turns")
+            timed, found = self.train(model, stage, rows, profile, [plans[name] for name in turns])
+            for number, name in enumerate(turns):
+                steps.setdefault(name, []).extend(timed[number :: len(turns)])
+                pairs = list(zip(found, even, strict=False))[number :: len(turns)]
+                losses.setdefault(name, []).extend(pairs)
+            if best not in plans:
+                break
+            turns = undecided({name: self.shares(steps[name]) for name in plans}, best, stage)
+            if not turns:
+                break
+        return steps, losses
 
     def shares(self, steps: Sequence[TimedStep]) -> list[float]:
         """The speed of each step over the sum of the ranks' own speeds around it."""

@@ -13,6 +13,7 @@ import pytest
 
 from tests.core.scripts import load_script
 
+JUDGE = load_script("bench_throughput_judge")
 BENCH = load_script("bench_throughput")
 RANK = load_script("bench_throughput_rank")
 
@@ -64,12 +65,12 @@ def test_the_summary_has_one_row_per_stage_and_a_dash_where_a_strategy_has_no_pl
     text = BENCH.summary_of([result(optimal=96.0), without], markdown=True)
     header, rule, *rows = text.splitlines()[2:]
     assert header == (
-        "| model | ZeRO stage | even (Trainer) | proportional | optimal | ± | optimal to even | loss difference |"
+        "| model | ZeRO stage | even (Trainer) | proportional | optimal | ± | steps | optimal to even | loss difference |"
     )
-    assert rule == "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert rule == "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     assert rows == [
-        "| tiny llama | 1 | 0.480 | 0.940 | 0.960 | 0.010 | 2.00x | 1.0e-06 |",
-        "| tiny llama | 2 | 0.480 | - | 0.910 | 0.009 | 1.90x | 1.0e-06 |",
+        "| tiny llama | 1 | 0.480 | 0.940 | 0.960 | 0.010 | 4 | 2.00x | 1.0e-06 |",
+        "| tiny llama | 2 | 0.480 | - | 0.910 | 0.009 | 4 | 1.90x | 1.0e-06 |",
     ]
 
 
@@ -78,9 +79,9 @@ def test_a_model_that_optimal_cannot_train_is_said_to_be_missed() -> None:
     del found["strategies"]["optimal"]
     assert (
         BENCH.summary_of([found], markdown=True).splitlines()[-1]
-        == "| tiny llama | 1 | 0.480 | 0.940 | - | - | 1.0e-06 |"
+        == "| tiny llama | 1 | 0.480 | 0.940 | - | - | - | 1.0e-06 |"
     )
-    assert "ZeRO stage 1: optimal has no plan" in BENCH.shortfalls(found)[0]
+    assert "ZeRO stage 1: optimal has no plan" in JUDGE.shortfalls(found)[0]
 
 
 def test_earlier_figures_are_shown_without_measuring(
@@ -142,7 +143,7 @@ def test_what_was_measured_is_not_lost_when_a_run_breaks_off(
     ],
 )
 def test_what_misses_its_goal_is_named(found: dict[str, Any], missed: list[str]) -> None:
-    problems = BENCH.shortfalls(found)
+    problems = JUDGE.shortfalls(found)
     assert bool(problems) is bool(missed)
     for words in missed:
         assert any(words in problem for problem in problems)
@@ -173,9 +174,60 @@ def test_a_step_is_set_against_what_the_ranks_did_around_it() -> None:
 
 def test_a_rival_is_ahead_only_by_more_than_what_steps_differ_by() -> None:
     found = result(optimal=91.0, stage=2)
-    assert "proportional is 1.03x as fast as optimal" in BENCH.shortfalls(found)[0]
+    assert "proportional is 1.03x as fast as optimal" in JUDGE.shortfalls(found)[0]
     found["strategies"]["proportional"]["shares_of_bound"] = [0.86, 0.98, 0.90, 0.98]
-    assert BENCH.shortfalls(found) == []
+    assert JUDGE.shortfalls(found) == []
+
+
+@pytest.mark.parametrize(
+    ("optimal", "rival", "stage", "names"),
+    [
+        # Far above the goal, and the rival is behind.
+        ([0.97, 0.98, 0.99], [0.90, 0.91, 0.92], 3, []),
+        # Behind, but not clearly by less than 2%: either may be true.
+        ([0.95, 0.97, 0.99], [0.97, 0.96, 1.02], 3, ["poplar", "optimal"]),
+        # A rival that is ahead, but not clearly by more than 2%.
+        ([0.95, 0.96, 0.97], [0.97, 1.00, 0.99], 3, ["poplar", "optimal"]),
+        # Clearly ahead: more steps would not change it.
+        ([0.95, 0.95, 0.96], [1.05, 1.05, 1.06], 3, []),
+        # Just above the goal, and just below.
+        ([0.94, 0.96, 0.98], [0.80, 0.80, 0.80], 0, ["optimal"]),
+        ([0.92, 0.94, 0.96], [0.80, 0.80, 0.80], 0, ["optimal"]),
+        ([0.80, 0.80, 0.81], [0.70, 0.70, 0.70], 0, []),
+    ],
+)
+def test_more_steps_are_measured_where_they_could_change_the_judgement(
+    optimal: list[float], rival: list[float], stage: int, names: list[str]
+) -> None:
+    assert JUDGE.undecided({"poplar": rival, "optimal": optimal}, "optimal", stage) == names
+
+
+def test_a_comparison_that_is_clear_keeps_the_steps_it_had() -> None:
+    assert JUDGE.paired_ratios([0.9, 0.8], [1.0, 1.0, 0.5]) == pytest.approx([0.9, 0.8])
+
+
+def test_plans_that_cannot_be_told_apart_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = object.__new__(RANK.Bench)
+    bench.job, bench.rank, bench.global_batch_size = {"rounds": 3}, 1, 100
+    seconds = {"even": 2.0, "flops": 1.5, "poplar": 1.0, "optimal": 1.0}
+    asked = []
+
+    def train(_model: str, _stage: int, _rows: list[Any], _profile: None, plans: list[str]) -> tuple[list[Any], list]:
+        asked.append(plans)
+        turns = plans or ["even"]
+        order = turns * 3
+        noise = [1.0] * len(turns) + [0.9] * len(turns) + [1.1] * len(turns)
+        steps = [RANK.TimedStep(seconds[n] * f, [100.0], [100.0]) for n, f in zip(order, noise, strict=True)]
+        return steps, [float(step) for step in range(len(order))]
+
+    monkeypatch.setattr(bench, "train", train)
+    plans = {"flops": "flops", "poplar": "poplar", "optimal": "optimal"}
+    steps, losses = bench.measure("llama", 2, [], None, plans, "optimal")
+    # The rival and `optimal` differ by nothing at all, so that is clear; the goal of 0.90 is within the noise of 1.0.
+    assert asked == [[], ["flops", "poplar", "optimal"], ["optimal"], ["optimal"]]
+    assert [len(steps[name]) for name in ("even (Trainer)", "flops", "poplar", "optimal")] == [3, 3, 3, 9]
+    assert losses["poplar"] == [(1.0, 1.0)]
+    assert losses["optimal"] == [(2.0, 2.0)] + 2 * [(0.0, 0.0), (1.0, 1.0), (2.0, 2.0)]
 
 
 def test_plans_take_turns_step_by_step() -> None:

@@ -20,7 +20,7 @@ def test_ranks_that_share_a_core_are_compared_with_the_same_loss(tmp_path: Path)
     result = subprocess.run(
         [
             *(sys.executable, "scripts/bench_throughput.py", "--imbalance", "affinity", "--models", "bert"),
-            *("--zero_stages", "2", "--steps", "2", "--per_rank_samples", "2", "--seq_len", "16"),
+            *("--zero_stages", "2", "--steps", "2", "--rounds", "2", "--per_rank_samples", "2", "--seq_len", "16"),
             *("--own_speed_s", "0.1", "--profile_budget_s", "2", "--json", str(output)),
         ],
         cwd=REPOSITORY,
