@@ -42,6 +42,8 @@ class MeasuredProfile(ClusterProfile):
     """How long profiling took on the slowest rank; 0 when the profile came from the cache."""
     stragglers: tuple[Straggler, ...] = ()
     """Ranks that are slower than others with the same device."""
+    remarks: tuple[str, ...] = ()
+    """What else should be known of how it was measured, a sentence each; none when the profile came from the cache."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of `ClusterProfile` with a `memory` entry that its readers ignore."""
@@ -151,6 +153,7 @@ def profile_cluster(
     reports, times = _measure(request, facts, deadline=start + budget_s)
     profile = replace(
         _assemble(request, reports, times),
+        remarks=tuple(_remarks(reports, budget_s)),
         model=model_name,
         seq_len=seq_len,
         seconds=max(ranks.gather(clock() - start)),
@@ -213,6 +216,20 @@ def _assemble(
         timed_micro_steps=tuple(report.micro_steps for report in reports),
         stragglers=tuple(stragglers),
     )
+
+
+def _remarks(reports: Sequence[RankReport], budget_s: float) -> Iterator[str]:
+    """Sizes that were left out or timed in a hurry, in sentences."""
+    for rank, report in enumerate(reports):
+        for size, reason in report.skipped.items():
+            yield f"rank {rank}: a micro-batch of {size} could not be run and was not timed: {reason}"
+    hurried = {rank: report.unrepeated for rank, report in enumerate(reports) if report.unrepeated}
+    if hurried:
+        sizes = sorted(set().union(*hurried.values()))
+        yield (
+            f"the profiling budget of {budget_s:g} s ended before micro-batches of {', '.join(map(str, sizes))} could be timed "
+            f"again on rank {', '.join(map(str, hurried))}, so their times may be off; raise profile_budget_s"
+        )
 
 
 def _cache_parts(request: ProfileRequest, facts: Sequence[DeviceFacts], seq_len: int) -> dict[str, Any]:

@@ -110,7 +110,15 @@ def memory_svg(
             axes.barh([row + offset for row in rows], lengths, height=0.34, **style)
             for row, length in zip(rows, lengths, strict=True):
                 if length:
-                    axes.annotate(f" {_gib(length)}", (length, row + offset), va="center", fontsize=8, color=INK)
+                    axes.annotate(
+                        _gib(length),
+                        (length, row + offset),
+                        xytext=(4, 0),
+                        textcoords="offset points",
+                        va="center",
+                        fontsize=8,
+                        color=INK,
+                    )
     widest = max([*cards, *planned_gib.values(), *measured_gib.values()], default=1.0) or 1.0
     axes.set_xlim(0, widest * 1.16)
     _rank_rows(axes, [rank.rank for rank in ranks])

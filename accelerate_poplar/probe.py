@@ -149,6 +149,11 @@ class TimedSizes:
         """Sizes that have not been through all rounds, in increasing order."""
         return sorted(size for size, repeats in self.repeats.items() if len(repeats) < _FIRST_REPEATS + _ROUNDS)
 
+    @property
+    def unrepeated(self) -> list[int]:
+        """Sizes that time ran out for right after they had been met, in increasing order."""
+        return sorted(size for size, repeats in self.repeats.items() if len(repeats) == _FIRST_REPEATS)
+
     def doubtful(self, relative_error: float) -> list[int]:
         """Sizes whose repeats disagree, or that are faster than a smaller size, in increasing order."""
         found = {size for size, repeats in self.repeats.items() if standard_error(repeats) > relative_error}

@@ -50,6 +50,8 @@ class RankReport:
     """In increasing order of size; empty where nothing was timed."""
     skipped: dict[int, str]
     """Sizes that failed for another reason than memory, and why."""
+    unrepeated: tuple[int, ...]
+    """Sizes that the time allowed ended for right after they had been met."""
     micro_steps: int
     """Micro-steps run, warm-ups included."""
     slowdown: float
@@ -156,6 +158,7 @@ class RankProber:
             step_overhead_s=self._optimizer_s(),
             points=self._points(steady_times(timed.seconds, timed.repeats), activations),
             skipped=timed.skipped,
+            unrepeated=tuple(timed.unrepeated),
             micro_steps=stepper.micro_steps,
             slowdown=request.emulation.slowdown if request.emulation else 1.0,
             emulated=request.emulation is not None and request.emulation.active,

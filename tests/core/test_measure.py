@@ -134,6 +134,22 @@ def test_every_rank_gets_the_same_profile() -> None:
     assert [s.rank for s in first.stragglers] == [1]
 
 
+def test_what_was_left_out_or_timed_in_a_hurry_is_said() -> None:
+    def refuse_four(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) == 4:
+            raise RuntimeError("no kernel for this shape")
+        return mean_square(model, batch)
+
+    assert profile(Scripted()).remarks == ()
+    (left_out,) = profile(Scripted(), loss_fn=refuse_four).remarks
+    assert left_out == (
+        "rank 0: a micro-batch of 4 could not be run and was not timed: RuntimeError: no kernel for this shape"
+    )
+    (hurried,) = profile(Scripted(), budget_s=30.0).remarks
+    assert hurried.startswith("the profiling budget of 30 s ended before micro-batches of ")
+    assert hurried.endswith(" could be timed again on rank 0, so their times may be off; raise profile_budget_s")
+
+
 def test_ranks_that_ask_for_different_things_are_told() -> None:
     def work(ranks):
         return profile(Scripted(), ranks=ranks, largest_micro_batch=4 + ranks.rank)
