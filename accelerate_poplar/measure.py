@@ -43,7 +43,7 @@ class MeasuredProfile(ClusterProfile):
     stragglers: tuple[Straggler, ...] = ()
     """Ranks that are slower than others with the same device."""
     remarks: tuple[str, ...] = ()
-    """What else should be known of how it was measured, a sentence each; none when the profile came from the cache."""
+    """What the user should know of it, stragglers included, a sentence each; none when the profile came from the cache."""
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form of `ClusterProfile` with a `memory` entry that its readers ignore."""
@@ -152,8 +152,7 @@ def profile_cluster(
         return replace(known, model=model_name, ranks=tuple(replace(rank, host=fact.host) for rank, fact in here))
     reports, times = _measure(request, facts, deadline=start + budget_s)
     profile = replace(
-        _assemble(request, reports, times),
-        remarks=tuple(_remarks(reports, budget_s)),
+        _assemble(request, reports, times, budget_s),
         model=model_name,
         seq_len=seq_len,
         seconds=max(ranks.gather(clock() - start)),
@@ -195,7 +194,7 @@ def _measure(
 
 
 def _assemble(
-    request: ProfileRequest, reports: Sequence[RankReport], times: Mapping[int, StageTimes]
+    request: ProfileRequest, reports: Sequence[RankReport], times: Mapping[int, StageTimes], budget_s: float
 ) -> MeasuredProfile:
     emulated = any(report.emulated for report in reports)
     points, stragglers = share_curves(
@@ -215,6 +214,7 @@ def _assemble(
         memory=tuple(report.memory for report in reports),
         timed_micro_steps=tuple(report.micro_steps for report in reports),
         stragglers=tuple(stragglers),
+        remarks=(*map(str, stragglers), *_remarks(reports, budget_s)),
     )
 
 

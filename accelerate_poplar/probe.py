@@ -18,6 +18,7 @@ from .device import synchronize
 from .emulation import Emulation
 from .memory import LossFunction, MakeBatch, on_training_device
 from .points import PointPicker
+from .steady import standard_error
 
 _FIRST_REPEATS = 2
 """Timed repeats when a size is met for the first time."""
@@ -281,10 +282,3 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def standard_error(seconds: Sequence[float]) -> float:
-    """Standard error of the median relative to it, estimated from the median absolute deviation."""
-    middle = statistics.median(seconds)
-    deviation = statistics.median(abs(s - middle) for s in seconds)
-    return 1.4826 * deviation / middle / len(seconds) ** 0.5 if middle > 0 else 0.0

@@ -134,8 +134,8 @@ class PoplarRun:
         self.plan = plan
         self.weigher = self._make_weigher(host, data, plan)
         self.model_size = model_size(host.model)
-        for remark in (*getattr(self.profile, "stragglers", ()), *getattr(self.profile, "remarks", ())):
-            self.say(str(remark))
+        for remark in getattr(self.profile, "remarks", ()):
+            self.say(remark)
         if self.profile is not None:
             self.pace_by(self.profile)
         self._start_watching(host, plan)

@@ -86,3 +86,10 @@ def steady_times(seconds: Mapping[int, float], repeats: Mapping[int, Sequence[fl
             per_sample = min(per_sample, leaning)
             found[size] = size * per_sample
     return found
+
+
+def standard_error(seconds: Sequence[float]) -> float:
+    """Standard error of the median relative to it, estimated from the median absolute deviation."""
+    middle = statistics.median(seconds)
+    deviation = statistics.median(abs(s - middle) for s in seconds)
+    return 1.4826 * deviation / middle / len(seconds) ** 0.5 if middle > 0 else 0.0

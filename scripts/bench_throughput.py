@@ -9,9 +9,10 @@ For every model and ZeRO stage: the stock Trainer with DeepSpeed (an even split)
 strategies flops (Whale's idea), proportional, poplar (as published) and optimal, and the bound: the sum of the ranks' own
 speeds without any communication. The plans take turns step by step, the bound is measured again after every step, and a step
 is set against what the ranks did on their own right before and after it, so that a machine whose speed drifts disturbs
-little. While the median share of `optimal`, or how it compares with a rival, is within three standard errors of what it is judged
-by, on either side, these plans are run again, up to --rounds times in all. The share of the bound is the median over the steps but the first ones, and speeds are that share of the median bound.
-All runs see the same samples in every step, so their losses can be compared.
+little. While the median share of `optimal`, or how it compares with a rival, is within three standard errors of what it is
+judged by, on either side, these plans are run again, up to --rounds times in all. The share of the bound is the median over the
+steps but the first ones, and speeds are that share of the median bound. All runs see the same samples in every step, so their
+losses can be compared.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ def parse_arguments() -> argparse.Namespace:
         "--rounds",
         type=int,
         default=3,
-        help="as many more times at most, --steps are measured of `optimal` and of plans that cannot be told from it "
-        "(default 3; 1 measures every plan once)",
+        help="how many times --steps are measured at most, of `optimal` and of plans that cannot be told from it; the others "
+        "are measured once (default 3)",
     )
     parser.add_argument(
         "--own_speed_s", type=float, default=2.0, help="of measuring the bound, after every step (default 2)"

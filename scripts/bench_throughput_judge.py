@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accelerate_poplar.probe import standard_error
+from accelerate_poplar.steady import standard_error
 
 EVEN = "even (Trainer)"
 GOALS = {0: 0.95, 1: 0.95, 2: 0.90, 3: 0.90}

@@ -40,7 +40,7 @@ from accelerate_poplar.curve import StepTimeCurve
 from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.errors import PlanError
 from accelerate_poplar.host import has_accelerator, start_gloo_state
-from accelerate_poplar.probe import standard_error
+from accelerate_poplar.steady import standard_error
 
 STRATEGIES = ("flops", "proportional", "poplar", "optimal")
 WARM_UP = 2
@@ -274,11 +274,8 @@ class Bench:
         sizes |= {name: [list(rank.micro_batch_sizes) for rank in plan.ranks] for name, plan in plans.items()}
         # Equal plans are run once, under the name of the first.
         first = {name: next(other for other in sizes if as_good_as(sizes[other], own)) for name, own in sizes.items()}
-        turns = [name for name in plans if first[name] == name]
-        self.say(f"{model}, ZeRO stage {stage}: even")
-        steps, losses = self.measure(
-            model, stage, rows, profile, {name: plans[name] for name in turns}, first.get("optimal")
-        )
+        distinct = {name: plan for name, plan in plans.items() if first[name] == name}
+        steps, losses = self.measure(model, stage, rows, profile, distinct, first.get("optimal"))
         speeds = zip(*(step.own_speeds for own in steps.values() for step in own), strict=True)
         own_speeds = [statistics.median(column) for column in speeds]
         strategies = {}
@@ -326,21 +323,21 @@ class Bench:
             The measured steps by name, and by name the losses of steps next to the even split's losses, where its shorter
             run has these steps.
         """
+        self.say(f"{model}, ZeRO stage {stage}: even")
         timed, even = self.train(model, stage, rows, profile, [])
         steps, losses = {EVEN: timed}, {EVEN: list(zip(even, even, strict=True))}
         turns = list(plans)
-        for _ in range(self.job["rounds"] if turns else 0):
-            self.say(f"{model}, ZeRO stage {stage}: {', '.join(turns)} in turns")
-            timed, found = self.train(model, stage, rows, profile, [plans[name] for name in turns])
-            for number, name in enumerate(turns):
-                steps.setdefault(name, []).extend(timed[number :: len(turns)])
-                pairs = list(zip(found, even, strict=False))[number :: len(turns)]
-                losses.setdefault(name, []).extend(pairs)
-            if best not in plans:
-                break
-            turns = undecided({name: self.shares(steps[name]) for name in plans}, best, stage)
+        for _ in range(self.job["rounds"]):
             if not turns:
                 break
+            self.say(f"{model}, ZeRO stage {stage}: {', '.join(turns)} in turns")
+            timed, found = self.train(model, stage, rows, profile, [plans[name] for name in turns])
+            pairs = list(zip(found, even, strict=False))
+            for number, name in enumerate(turns):
+                steps.setdefault(name, []).extend(timed[number :: len(turns)])
+                losses.setdefault(name, []).extend(pairs[number :: len(turns)])
+            shares = {name: self.shares(steps[name]) for name in plans}
+            turns = undecided(shares, best, stage) if best in plans else []
         return steps, losses
 
     def shares(self, steps: Sequence[TimedStep]) -> list[float]:
