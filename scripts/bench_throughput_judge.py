@@ -15,6 +15,11 @@ NOISE = 0.02
 """A rival that is faster by less is not ahead, nor one that is faster by less than twice the standard error of the comparison."""
 CLEAR = 3.0
 """Standard errors between a figure and the limit it is judged by, on either side, beyond which no more steps are needed."""
+FEW = 12
+"""Steps that are too few to call a figure clear by their own spread where it is close: what falls on one run, such as where
+its memory lies, falls on all of its steps."""
+CLOSE = 0.05
+"""Distance from the limit, on either side, within which a figure of few steps is close."""
 
 
 def paired_ratios(rival: Sequence[float], best: Sequence[float]) -> list[float]:
@@ -29,7 +34,10 @@ def paired_ratios(rival: Sequence[float], best: Sequence[float]) -> list[float]:
 
 def near(values: Sequence[float], limit: float) -> bool:
     """True where the median of `values` may as well be on the other side of `limit`."""
-    return abs(statistics.median(values) - limit) <= CLEAR * standard_error(values) * limit
+    margin = CLEAR * standard_error(values)
+    if len(values) < FEW:
+        margin = max(margin, CLOSE)
+    return abs(statistics.median(values) / limit - 1.0) <= margin
 
 
 def undecided(shares: Mapping[str, Sequence[float]], best: str, zero_stage: int) -> list[str]:
