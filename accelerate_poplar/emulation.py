@@ -282,6 +282,8 @@ class _Pacer:
         """Pretended over real seconds of the pass that begins, as far as passes before it tell."""
         if self._wanted_s is None:
             return self._slowdown
+        if self._wanted_s == 0.0:
+            return 1.0
         usual_s = self._pass.usual_with_pauses_s
         if usual_s is not None:
             return self._wanted_s / usual_s

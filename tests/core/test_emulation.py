@@ -343,6 +343,18 @@ def test_runs_out_in_forward_and_in_backward(where: str) -> None:
                 loss.backward()
 
 
+def test_passes_as_fast_as_they_can_never_pause_also_of_a_size_not_met_before() -> None:
+    world = World()
+    model = Deep(world)
+    emulation = world.emulation(6.0)
+    emulation.attach(model)
+    emulation.expect(0.0)
+    for size in (2, 2, 2, 64, 64, 5):
+        step(model, torch.ones(size))
+    assert world.slept_s == 0.0
+    assert world.compute_s == pytest.approx(6 * 6 * 0.030)
+
+
 def test_a_pass_takes_what_was_said_it_takes() -> None:
     world = World()
     model = Deep(world)

@@ -45,6 +45,13 @@ def test_of_sizes_that_are_not_told_apart_the_largest_is_the_fastest() -> None:
     assert 1.0 < per_sample[0] / per_sample[1] < 1.02
 
 
+def test_first_repeats_that_take_far_too_long_do_not_make_the_largest_size_faster() -> None:
+    repeats = repeats_of(dict.fromkeys(SIZES, 2.0), 0.005)
+    for own in repeats.values():
+        own[0] *= 6.0
+    assert steadied(repeats) == pytest.approx(dict.fromkeys(SIZES, 2.0), rel=0.01)
+
+
 def test_a_device_that_gets_slower_beyond_its_cache_is_believed() -> None:
     found = steadied(repeats_of({size: 2.0 if size <= 16 else 2.6 for size in SIZES}, 0.02))
     assert found[16] == pytest.approx(2.0, rel=0.03)
