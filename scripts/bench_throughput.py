@@ -11,8 +11,8 @@ speeds without any communication. The plans take turns step by step, the bound i
 is set against what the ranks did on their own right before and after it, so that a machine whose speed drifts disturbs
 little. While the median share of `optimal`, or how it compares with a rival, is within three standard errors of what it is
 judged by, on either side, or within 5% after fewer than 12 steps, these plans are run again, up to --rounds times in all. The
-share of the bound is the median over the steps but the first ones, and speeds are that share of the median bound. All runs see the same samples in every step, so their
-losses can be compared.
+share of the bound is the median over the steps but the first ones, and speeds are that share of the median bound. All runs
+see the same samples in every step, so their losses can be compared.
 """
 
 from __future__ import annotations

@@ -11,13 +11,17 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def load_file(path: Path, name: str) -> ModuleType:
-    """A file as a module of that name, by which dataclasses look their module up."""
+    """A file as a module of that name, by which dataclasses look their module up; it finds its neighbours, as when it is run."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
