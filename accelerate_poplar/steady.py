@@ -94,11 +94,15 @@ def _spread(seconds: Sequence[float]) -> float:
     count = len(seconds)
     if count == 2:
         return statistics.stdev(seconds) / statistics.fmean(seconds)
-    return standard_error(seconds) * math.sqrt(count) * count / (count - 1)
+    return _deviation(seconds) * count / (count - 1)
 
 
 def standard_error(seconds: Sequence[float]) -> float:
     """Standard error of the median relative to it, estimated from the median absolute deviation."""
+    return _deviation(seconds) / math.sqrt(len(seconds))
+
+
+def _deviation(seconds: Sequence[float]) -> float:
+    """Standard deviation relative to the median, estimated from the median absolute deviation."""
     middle = statistics.median(seconds)
-    deviation = statistics.median(abs(s - middle) for s in seconds)
-    return 1.4826 * deviation / middle / len(seconds) ** 0.5 if middle > 0 else 0.0
+    return 1.4826 * statistics.median(abs(s - middle) for s in seconds) / middle if middle > 0 else 0.0

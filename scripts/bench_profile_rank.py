@@ -30,6 +30,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from accelerate_poplar import Plan, PoplarConfig, PoplarTrainer, find_plan
 from accelerate_poplar.curve import StepTimeCurve
+from accelerate_poplar.device import synchronize
 from accelerate_poplar.host import has_accelerator, start_gloo_state
 from accelerate_poplar.measure import MeasuredProfile
 
@@ -46,9 +47,8 @@ class StepClock(TrainerCallback):
     def __init__(self) -> None:
         self.ends: list[float] = []
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+    def on_step_end(self, args: Any, *others: Any, **kwargs: Any) -> None:
+        synchronize(args.device)
         self.ends.append(time.perf_counter())
 
     def seconds(self) -> list[float]:

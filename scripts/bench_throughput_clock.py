@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl
 
 from accelerate_poplar import Plan
 from accelerate_poplar.comm import Ranks
+from accelerate_poplar.device import synchronize
 from accelerate_poplar.emulation import Emulation
 
 
@@ -32,18 +33,18 @@ class OwnSpeed:
         self._network = network
         self._batch = batch
         self._seconds = seconds
-        self._emulation = emulation
-        self._emulation.attach(network)
+        emulation.attach(network)
 
     def measure(self) -> float:
         """Samples/s of at least one pass, all ranks at once."""
+        rows = self._batch["input_ids"]
         passes, start = 0, time.perf_counter()
         while passes == 0 or time.perf_counter() - start < self._seconds:
             torch.autograd.backward(self._network(**self._batch).loss)
             self._network.zero_grad()
-            synchronize()
+            synchronize(rows.device)
             passes += 1
-        return passes * len(self._batch["input_ids"]) / (time.perf_counter() - start)
+        return passes * len(rows) / (time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class StepClock(TrainerCallback):
         """Every step but the first."""
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        synchronize()
+        synchronize(args.device)
         ended = time.perf_counter()
         after = self._ranks.gather(self._own.measure())
         if self._before:
@@ -106,9 +107,3 @@ class Turns(TrainerCallback):
     ) -> None:
         for step in range(self._steps):
             train_dataloader.plan_sampler.set_plan(self._plans[step % len(self._plans)], from_step=step)
-
-
-def synchronize() -> None:
-    """Wait for a GPU, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

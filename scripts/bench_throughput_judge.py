@@ -16,8 +16,8 @@ NOISE = 0.02
 CLEAR = 3.0
 """Standard errors between a figure and the limit it is judged by, on either side, beyond which no more steps are needed."""
 FEW = 12
-"""Steps that are too few to call a figure clear by their own spread where it is close: what falls on one run, such as where
-its memory lies, falls on all of its steps."""
+"""Fewer steps do not call a figure clear by their own spread where it is close: what falls on one run, such as where its
+memory lies, falls on all of its steps."""
 CLOSE = 0.05
 """Distance from the limit, on either side, within which a figure of few steps is close."""
 
