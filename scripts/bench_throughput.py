@@ -1,7 +1,7 @@
 """What each way of sharing out the batch brings, measured side by side on unequal ranks, in one run.
 
     python scripts/bench_throughput.py                       on CPUs: one rank emulated three times slower, then two ranks
-                                                             that share a core beside one with a core of its own
+                                                             that share a core beside one with a core of its own; hours
     python scripts/bench_throughput.py --zero_stages 0 --models llama --steps 4       a quick look
     python scripts/bench_throughput.py                       on a host with two or more GPUs: its GPUs as they are
 
@@ -48,6 +48,9 @@ class Setting:
     """Core each rank is bound to; empty = none."""
     ranks: int = 2
     """Number of ranks."""
+    per_rank_samples: int = 512
+    """Global batch over number of ranks, where --per_rank_samples does not say it. An emulated rank is slowed so much that what
+    is not slowed, such as the optimizer, counts for little already with few rows; two ranks on one core need many."""
 
 
 def main() -> int:
@@ -80,8 +83,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--slowdown",
-        default="2,6",
-        help="emulated factors, one per rank; all above 1, so that a busy machine slows none further (default 2,6)",
+        default="8,24",
+        help="emulated factors, one per rank; all well above 1, so that a busy machine slows none further and what is not slowed "
+        "counts for little (default 8,24)",
     )
     parser.add_argument("--models", nargs="+", default=["llama", "bert"], choices=("llama", "bert"))
     parser.add_argument(
@@ -100,8 +104,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--per_rank_samples",
         type=int,
-        default=512,
-        help="global batch over number of ranks; on a CPU also the largest micro-batch (default 512)",
+        help="global batch over number of ranks; on a CPU also the largest micro-batch (default: 64 where ranks are emulated, "
+        "1536 where they share a core, 512 on GPUs)",
     )
     parser.add_argument(
         "--steps",
@@ -125,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
         default=240.0,
         help="for one model; a pass of the largest micro-batch takes about 10 s here (default 240)",
     )
-    parser.add_argument("--timeout_s", type=float, default=7200.0, help="for one setting (default 7200)")
+    parser.add_argument("--timeout_s", type=float, default=14400.0, help="for one setting (default 14400)")
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
         "--show", nargs="+", metavar="FILE", help="print the tables of figures written with --json; measures nothing"
@@ -133,6 +137,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when `optimal` misses its goal")
     args = parser.parse_args()
+    if args.per_rank_samples is not None and args.per_rank_samples < 1:
+        parser.error("--per_rank_samples must be at least 1.")
     if args.rounds < 1:
         parser.error("--rounds must be at least 1.")
     if args.steps < 2:
@@ -155,10 +161,10 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         elif kind == "emulated":
             bound = tuple(cores[rank % len(cores)] for rank in range(len(factors)))
             title = f"emulated: ranks slowed {' : '.join(f'{factor:g}' for factor in factors)}"
-            found.append(Setting(title=title, slowdown=factors, cores=bound, ranks=len(factors)))
+            found.append(Setting(title=title, slowdown=factors, cores=bound, ranks=len(factors), per_rank_samples=64))
         elif len(cores) > 1:
             title = "real imbalance: rank 0 has a core of its own, ranks 1 and 2 share one"
-            found.append(Setting(title=title, cores=(cores[0], cores[1], cores[1]), ranks=3))
+            found.append(Setting(title=title, cores=(cores[0], cores[1], cores[1]), ranks=3, per_rank_samples=1536))
         else:
             raise SystemExit("bench_throughput: --imbalance affinity needs two cores.")
     return found
@@ -178,7 +184,7 @@ def measure(setting: Setting, args: argparse.Namespace) -> tuple[list[dict[str, 
         "size": args.size,
         "seq_len": args.seq_len,
         "zero_stages": args.zero_stages,
-        "per_rank_samples": args.per_rank_samples,
+        "per_rank_samples": args.per_rank_samples or setting.per_rank_samples,
         "steps": args.steps,
         "rounds": args.rounds,
         "own_speed_s": args.own_speed_s,

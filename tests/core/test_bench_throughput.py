@@ -104,7 +104,7 @@ def test_earlier_figures_are_shown_without_measuring(
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        (1, "the ranks of 'emulated: ranks slowed 2 : 6' failed with exit code 1"),
+        (1, "the ranks of 'emulated: ranks slowed 8 : 24' failed with exit code 1"),
         (subprocess.TimeoutExpired("ranks", 5.0), "was not done within --timeout_s 5"),
         (KeyboardInterrupt(), "was interrupted"),
     ],
@@ -157,6 +157,34 @@ def test_the_settings_of_this_machine_are_found() -> None:
     assert setting.slowdown == (1.0, 1.5, 4.0)
     assert len(setting.cores) == 3
     assert "emulated" in setting.title
+
+
+@pytest.mark.parametrize(("options", "rows"), [([], 64), (["--per_rank_samples", "256"], 256)])
+def test_the_rows_of_a_step_are_those_of_the_setting_unless_given(
+    options: list[str], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        jobs.append(json.loads(command[-2]))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", "--imbalance", "emulated", *options])
+    monkeypatch.setattr(BENCH.subprocess, "run", run)
+    assert BENCH.main() == 0
+    assert [(job["per_rank_samples"], job["slowdown"]) for job in jobs] == [(rows, [8.0, 24.0])]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"), [(["--per_rank_samples", "0"], "--per_rank_samples"), (["--rounds", "0"], "--rounds")]
+)
+def test_counts_below_one_are_refused(
+    options: list[str], problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_throughput.py", *options])
+    with pytest.raises(SystemExit):
+        BENCH.parse_arguments()
+    assert f"{problem} must be at least 1" in capsys.readouterr().err
 
 
 def test_too_few_steps_to_compare_losses_are_refused(
