@@ -118,14 +118,16 @@ def cutter_for(run: PoplarRun, *, reference_length: int) -> LengthCutter:
     """
     plan, profile = run.plan, run.profile
     stage = profile.stage(plan.zero_stage)
+    shortest = getattr(profile, "shortest", ()) or (None,) * profile.world_size
     costs = [
         token_cost(
             StepTimeCurve.fit(rank.points, max_micro_batch_size=cap).times().tolist(),
             max_micro_batch_size=cap,
             reference_length=reference_length,
             overhead_s=rank.step_overhead_s,
+            shortest=None if row is None else (row.tokens, row.step_time_s),
         )
-        for rank, cap in zip(profile.ranks, stage.max_micro_batch_size, strict=True)
+        for rank, cap, row in zip(profile.ranks, stage.max_micro_batch_size, shortest, strict=True)
     ]
     return LengthCutter(
         run.ranks.broadcast(costs),

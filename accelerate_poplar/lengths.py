@@ -79,7 +79,12 @@ class TokenCost:
 
 
 def token_cost(
-    times_s: Sequence[float], *, max_micro_batch_size: int, reference_length: int, overhead_s: float = 0.0
+    times_s: Sequence[float],
+    *,
+    max_micro_batch_size: int,
+    reference_length: int,
+    overhead_s: float = 0.0,
+    shortest: tuple[int, float] | None = None,
 ) -> TokenCost:
     """From a step-time curve to the cost of tokens.
 
@@ -88,10 +93,16 @@ def token_cost(
         max_micro_batch_size: Most such rows the rank can hold.
         reference_length: Tokens of those rows.
         overhead_s: Seconds of the rank's part of the optimizer step.
+        shortest: Tokens of one of the shortest rows, and seconds of a micro-batch of it; None = not measured. What a micro-step
+            costs however little is in it is where the line through it and one row of the reference length meets zero tokens.
+            Otherwise the line through one and two rows must do, whose small difference noise may hide.
     """
     table = [round(seconds * 1e9) for seconds in times_s[: max_micro_batch_size + 1]]
-    if len(table) > 2:
-        # What a micro-step costs however little is in it: where the line through the first two sizes meets zero rows.
+    if len(table) > 1 and shortest is not None and 0 < shortest[0] < reference_length:
+        tokens, nanoseconds = shortest[0], round(shortest[1] * 1e9)
+        rest = reference_length - tokens
+        table[0] = min(table[1], max(0, (nanoseconds * reference_length - table[1] * tokens) // rest))
+    elif len(table) > 2:
         table[0] = max(0, 2 * table[1] - table[2])
     for index in range(1, len(table)):
         table[index] = max(table[index], table[index - 1])

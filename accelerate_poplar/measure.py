@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .equals import Straggler, share_curves
 from .memory import DTYPE_NAMES, LossFunction, MakeBatch
 from .model_state import model_size
 from .preflight import installed_versions
-from .probe import free_memory
+from .probe import ShortestRow, free_memory
 from .profile_cache import ProfileCache, cache_key, model_fingerprint
 from .profiles import ClusterProfile, Measurement, RankProfile, StageProfile
 from .rank_memory import RankMemory, explain
@@ -44,18 +44,27 @@ class MeasuredProfile(ClusterProfile):
     """Ranks that are slower than others with the same device."""
     remarks: tuple[str, ...] = ()
     """What the user should know of it, stragglers included, a sentence each; none when the profile came from the cache."""
+    shortest: tuple[ShortestRow | None, ...] = ()
+    """What a micro-batch of one of the shortest rows takes, indexed by rank; None where that was not timed."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form of `ClusterProfile` with a `memory` entry that its readers ignore."""
-        return {**super().to_dict(), "memory": [memory.to_dict() for memory in self.memory]}
+        """The JSON form of `ClusterProfile` with entries `memory` and, for unequal rows, `shortest` that its readers ignore."""
+        data = {**super().to_dict(), "memory": [memory.to_dict() for memory in self.memory]}
+        if any(self.shortest):
+            data["shortest"] = [None if row is None else asdict(row) for row in self.shortest]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, source: str = "profile") -> MeasuredProfile:
-        """As `ClusterProfile.from_dict`; a file without a `memory` entry has none."""
+        """As `ClusterProfile.from_dict`; a file without the entries `memory` and `shortest` has none."""
         plain = ClusterProfile.from_dict(data, source=source)
         return cls(
             **{field.name: getattr(plain, field.name) for field in fields(plain)},
             memory=tuple(RankMemory.from_dict(entry) for entry in data.get("memory", ())),
+            shortest=tuple(
+                None if row is None else ShortestRow(**row)
+                for row in data.get("shortest") or (None,) * plain.world_size
+            ),
         )
 
 
@@ -83,6 +92,7 @@ def profile_cluster(
     compile_options: Mapping[str, Any] | None = None,
     cache: ProfileCache | None = None,
     uneven_state: bool = False,
+    shortest: Any = None,
 ) -> MeasuredProfile:
     """Profile all ranks at the same time; every rank must call it and gets the same profile.
 
@@ -112,6 +122,8 @@ def profile_cluster(
         cache: Where profiles of earlier starts are; None = measure in any case.
         uneven_state: The ranks' shares of the training state need not be even, so that a rank with little memory is
             timed as well.
+        shortest: Collated batch on the host of one of the shortest rows, where rows differ in length: from what it takes, the
+            cost of a micro-step with little in it is known. None: not timed.
 
     Returns:
         The profile; a rank that cannot hold one sample at a stage beside an even share of the training state has 0
@@ -128,6 +140,7 @@ def profile_cluster(
         model=model,
         loss_fn=loss_fn,
         make_batch=make_batch,
+        shortest=shortest,
         ranks=ranks,
         device=device,
         dtype=dtype,
@@ -213,6 +226,7 @@ def _assemble(
         emulated=emulated,
         memory=tuple(report.memory for report in reports),
         timed_micro_steps=tuple(report.micro_steps for report in reports),
+        shortest=tuple(report.shortest for report in reports),
         stragglers=tuple(stragglers),
         remarks=(*map(str, stragglers), *_remarks(reports, budget_s)),
     )
@@ -242,6 +256,7 @@ def _cache_parts(request: ProfileRequest, facts: Sequence[DeviceFacts], seq_len:
         "memory_fraction": request.memory_fraction,
         "largest": request.largest,
         "emulated": None if emulation is None else [emulation.slowdown, emulation.memory_bytes],
+        **({} if request.shortest is None else {"shortest": True}),
     }
     return {
         "ranks": request.ranks.gather(own),

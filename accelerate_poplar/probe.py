@@ -30,7 +30,20 @@ _OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "cannot alloca
 SIZE_FAILURES = (RuntimeError, ValueError)
 """What a size that a model or a kernel cannot run raises."""
 
+_SHORTEST_REPEATS = 7
+"""Timed repeats of one of the shortest rows, which take next to no time."""
+
 Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class ShortestRow:
+    """A micro-batch of one of the shortest rows: nearly all it takes is what any micro-step takes, however little is in it."""
+
+    tokens: int
+    """Of the row."""
+    step_time_s: float
+    """Seconds of forward and backward."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +89,15 @@ class MicroStepper:
         if not warm:
             self._run(batch)
         return [self._timed(batch) for _ in range(1 if warm else _FIRST_REPEATS)]
+
+    def time_shortest(self, batch: Any) -> list[float]:
+        """Seconds of a few repeats of a batch of one of the shortest rows; none where the model cannot run it."""
+        try:
+            self._run(batch)
+            return [self._timed(batch) for _ in range(_SHORTEST_REPEATS)]
+        except SIZE_FAILURES:
+            self.recover()
+            return []
 
     def activation_bytes(self, micro_batch_size: int) -> int:
         """Bytes a micro-batch really needs on top of parameters, gradients and buffers.
@@ -139,6 +161,8 @@ class TimedSizes:
     """Sizes that failed for another reason, and why."""
     summary: Callable[[Sequence[float]], float] = statistics.median
     """What stands for the repeats of one size."""
+    shortest: list[float] = field(default_factory=list)
+    """Seconds of every repeat of one of the shortest rows; empty where rows are alike."""
 
     @property
     def seconds(self) -> dict[int, float]:

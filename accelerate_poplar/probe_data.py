@@ -33,7 +33,7 @@ class ProbeData:
             raise DataError("the training dataset is empty: there is nothing to train on.")
         self.dataset = dataset
         self.collate = collate
-        self._longest: Any = None
+        self._ends: tuple[Any, Any] | None = None
 
     def rows(self, count: int, *, start: int = 0) -> Any:
         """A collated batch of `count` rows of the dataset from `start` on, repeating them where there are fewer."""
@@ -43,9 +43,14 @@ class ProbeData:
     def longest(self, count: int) -> Any:
         """A collated batch of `count` copies of the longest row found, the most a micro-batch of that size can need."""
         with preserved_rng():
-            if self._longest is None:
-                self._longest = self._find_longest()
-            return self.collate([_copied(self._longest) for _ in range(count)])
+            _, longest = self._shortest_and_longest()
+            return self.collate([_copied(longest) for _ in range(count)])
+
+    def shortest(self) -> Any:
+        """A collated batch of the shortest row found; None where, once collated, none has fewer tokens than the longest."""
+        with preserved_rng():
+            shortest, longest = (self.collate([_copied(row)]) for row in self._shortest_and_longest())
+        return shortest if 0 < sequence_length(shortest) < sequence_length(longest) else None
 
     def ghost(self, counts: Callable[[Any], int]) -> Any:
         """A collated batch of one row that has something to learn from, to be run with weight 0.
@@ -60,17 +65,23 @@ class ProbeData:
                     return batch
             return self.collate([self.dataset[0]])
 
-    def _find_longest(self) -> Any:
-        deadline = time.monotonic() + SCAN_LIMIT_S
-        best, best_length = self.dataset[0], -1
-        for index in range(min(len(self.dataset), SCAN_LIMIT_ROWS)):
-            row = self.dataset[index]
-            length = row_length(row)
-            if length > best_length:
-                best, best_length = row, length
-            if time.monotonic() > deadline:
-                break
-        return best
+    def _shortest_and_longest(self) -> tuple[Any, Any]:
+        """Of the rows that can be looked at in reasonable time; looked for once."""
+        if self._ends is None:
+            deadline = time.monotonic() + SCAN_LIMIT_S
+            shortest = longest = self.dataset[0]
+            least = most = row_length(longest)
+            for index in range(1, min(len(self.dataset), SCAN_LIMIT_ROWS)):
+                row = self.dataset[index]
+                length = row_length(row)
+                if length > most:
+                    longest, most = row, length
+                elif length < least:
+                    shortest, least = row, length
+                if time.monotonic() > deadline:
+                    break
+            self._ends = shortest, longest
+        return self._ends
 
 
 def row_length(row: Any) -> int:

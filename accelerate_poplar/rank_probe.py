@@ -21,7 +21,8 @@ from .errors import ProfileError
 from .memory import ActivationMemory, LossFunction, MakeBatch, PredictionUnavailableError, predict_activations
 from .model_state import ModelStates, ZeroSettings, model_size, model_states
 from .points import PointPicker
-from .probe import SIZE_FAILURES, MicroStepper, TimedSizes, time_sizes
+from .probe import SIZE_FAILURES, MicroStepper, ShortestRow, TimedSizes, time_sizes
+from .probe_data import sequence_length
 from .profiles import Measurement
 from .rank_memory import RankMemory
 from .steady import steady_times
@@ -52,6 +53,8 @@ class RankReport:
     """Sizes that failed for another reason than memory, and why."""
     unrepeated: tuple[int, ...]
     """Sizes that the time allowed ended for right after they had been met."""
+    shortest: ShortestRow | None
+    """What a micro-batch of one of the shortest rows takes; None where rows are alike, or only parts of the model were timed."""
     micro_steps: int
     """Micro-steps run, warm-ups included."""
     slowdown: float
@@ -70,6 +73,8 @@ class ProfileRequest:
     """`loss_fn(model, batch)` -> scalar loss."""
     make_batch: MakeBatch
     """Size -> batch on the host."""
+    shortest: Any = None
+    """Batch on the host of one of the shortest rows; None where rows are alike."""
     ranks: Ranks
     """The other ranks."""
     device: torch.device
@@ -159,8 +164,9 @@ class RankProber:
             points=self._points(steady_times(timed.seconds, timed.repeats), activations),
             skipped=timed.skipped,
             unrepeated=tuple(timed.unrepeated),
+            shortest=self._shortest(timed),
             micro_steps=stepper.micro_steps,
-            slowdown=request.emulation.slowdown if request.emulation else 1.0,
+            slowdown=self._slowdown,
             emulated=request.emulation is not None and request.emulation.active,
         )
 
@@ -250,6 +256,9 @@ class RankProber:
         activations, correction = _reconcile(predicted, real)
         largest = activations.largest_within(room, self.request.largest if proven_cap is None else proven_cap)
         timed = self._time_sizes(stepper, largest)
+        if self.request.shortest is not None:
+            self.request.progress("a short row")
+            timed.shortest = stepper.time_shortest(self.request.shortest)
         if timed.proven_cap is None:
             timed.proven_cap = proven_cap
         return activations, correction, timed
@@ -359,13 +368,21 @@ class RankProber:
         elements = model_size(self.request.model).trainable // self.request.ranks.world_size
         return time_optimizer(elements, device=self.request.device, clock=self.request.clock)
 
+    def _shortest(self, timed: TimedSizes) -> ShortestRow | None:
+        if not timed.shortest:
+            return None
+        return ShortestRow(sequence_length(self.request.shortest), self._slowdown * timed.summary(timed.shortest))
+
+    @property
+    def _slowdown(self) -> float:
+        return self.request.emulation.slowdown if self.request.emulation else 1.0
+
     def _points(self, seconds: Mapping[int, float], activations: ActivationMemory) -> tuple[Measurement, ...]:
         own = self._own_bytes()
-        slowdown = self.request.emulation.slowdown if self.request.emulation else 1.0
         return tuple(
             Measurement(
                 micro_batch_size=size,
-                step_time_s=slowdown * seconds[size],
+                step_time_s=self._slowdown * seconds[size],
                 peak_memory_bytes=own + activations.at(size),
             )
             for size in sorted(seconds)

@@ -175,6 +175,7 @@ class PoplarRun:
                 model=host.model,
                 loss_fn=loss_fn,
                 make_batch=data.longest,
+                shortest=data.shortest(),
                 ranks=self.ranks,
                 device=host.device,
                 dtype=host.dtype,

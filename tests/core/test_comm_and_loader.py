@@ -166,6 +166,22 @@ def test_probe_data_leaves_no_trace() -> None:
         ProbeData([], list)
 
 
+def test_the_shortest_row_is_found_where_the_collate_function_leaves_it_short() -> None:
+    rows = [{"input_ids": list(range(length))} for length in (3, 2, 5, 4)]
+
+    def padded(rows: list[dict[str, Any]], length: int = 0) -> dict[str, torch.Tensor]:
+        longest = max(length, *(len(row["input_ids"]) for row in rows), 1)
+        return {
+            "input_ids": torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+        }
+
+    assert ProbeData(rows, padded).shortest()["input_ids"].tolist() == [[0, 1]]
+    assert ProbeData(rows, padded).longest(2)["input_ids"].shape == (2, 5)
+    assert ProbeData(rows, lambda found: padded(found, 8)).shortest() is None
+    assert ProbeData(rows[:1], padded).shortest() is None
+    assert ProbeData([torch.zeros(3), torch.zeros(2)], list).shortest() is None
+
+
 def test_lengths() -> None:
     assert row_length({"a": [1, 2, 3], "b": "a long text", "c": torch.zeros(5)}) == 5
     assert row_length(3) == 0

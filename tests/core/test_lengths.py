@@ -156,6 +156,37 @@ def test_tokens_cost_what_the_curve_says() -> None:
     assert cost.most_rows(40, 10**12) == 0
 
 
+@pytest.mark.parametrize(
+    ("shortest", "as_such_s"),
+    [
+        ((10, 0.28), 0.2),  # 0.2 s and 0.008 s a token, as 100 tokens in 1.0 s
+        ((10, 0.05), 0.0),  # faster than its share of a long row: nothing is fixed
+        ((10, 1.50), 1.0),  # never more than a long row takes
+        ((100, 0.3), 0.0),  # no shorter than the others: the first two sizes must do
+        (None, 0.0),
+    ],
+)
+def test_the_cost_of_a_micro_step_as_such_is_what_a_short_row_takes(
+    shortest: tuple[int, float] | None, as_such_s: float
+) -> None:
+    straight = [0.0, 1.0, 2.0, 3.0]
+    cost = token_cost(straight, max_micro_batch_size=3, reference_length=100, shortest=shortest)
+    assert cost.times_ns[0] == pytest.approx(as_such_s * 1e9, abs=1.0)
+    assert cost.one_time_ns(50) == pytest.approx((as_such_s + 1.0) / 2.0 * 1e9, abs=1.0)
+
+
+def test_short_rows_share_a_micro_batch_also_where_noise_hides_its_fixed_cost_between_one_and_two_long_rows() -> None:
+    lengths = [10, 12, 11, 13, 10, 12, 11, 13]
+    packed = []
+    for shortest in (None, (10, 0.28)):
+        cost = token_cost([0.0, 1.0, 2.0, 3.0], max_micro_batch_size=3, reference_length=100, shortest=shortest)
+        ((*micro_batches,),) = LengthCutter([cost], zero_stage=0).cut(lengths)
+        packed.append(len(micro_batches))
+    alone, together = packed
+    assert alone >= 4
+    assert together == 1
+
+
 def test_a_sample_that_fits_nowhere_is_named() -> None:
     cutter = LengthCutter([cost_of(1.0, 2), cost_of(1.0, 1)], zero_stage=2)
     with pytest.raises(PlanError, match=r"a sample of 200 tokens fits no rank: .* 128 tokens"):

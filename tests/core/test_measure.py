@@ -14,6 +14,7 @@ from accelerate_poplar.comm import SingleRank
 from accelerate_poplar.emulation import Emulation
 from accelerate_poplar.errors import RankError
 from accelerate_poplar.measure import MeasuredProfile, explain_memory, profile_cluster
+from accelerate_poplar.probe import ShortestRow
 from accelerate_poplar.profiles import ClusterProfile
 from accelerate_poplar.state_choice import choose_plan
 
@@ -87,6 +88,50 @@ def test_the_curve_is_the_scripted_one() -> None:
     assert (measured.model, measured.dtype, measured.emulated) == ("scripted", "fp32", False)
     for stage in range(4):
         assert measured.stage(stage).max_micro_batch_size == (16,)
+
+
+class Tokens(Scripted):
+    """A layer that takes a second and half a second for every four tokens."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.now[0] += self.fixed_s + self.per_sample_s * input_ids.numel() / 4
+        return self.second(torch.tanh(self.first(input_ids.mean(1, keepdim=True).expand(-1, 4))))
+
+
+def loss_of_tokens(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return mean_square(model, batch["input_ids"])
+
+
+def profile_of_tokens(**changes: Any) -> MeasuredProfile:
+    values = {
+        "loss_fn": loss_of_tokens,
+        "make_batch": lambda size: {"input_ids": torch.ones(size, 4)},
+        "shortest": {"input_ids": torch.ones(1, 2)},
+    }
+    return profile(Tokens(), **{**values, **changes})
+
+
+def test_a_short_row_is_timed_where_rows_differ_in_length() -> None:
+    measured = profile_of_tokens()
+    assert measured.shortest == (ShortestRow(tokens=2, step_time_s=pytest.approx(1.25)),)
+    assert [p.step_time_s for p in measured.ranks[0].points[:2]] == pytest.approx([1.5, 2.0])
+    data = json.loads(json.dumps(measured.to_dict()))
+    assert ClusterProfile.from_dict(data).ranks == measured.ranks, "readers of the plain form pass over it"
+    assert MeasuredProfile.from_dict(data).shortest == measured.shortest
+    (slowed,) = profile_of_tokens(emulation=Emulation(slowdown=4.0, sleep=lambda _: None)).shortest
+    assert slowed.step_time_s == pytest.approx(5.0)
+
+
+def test_a_short_row_is_not_needed() -> None:
+    def refuse_two(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if batch["input_ids"].shape[1] == 2:
+            raise ValueError("needs four tokens")
+        return loss_of_tokens(model, batch)
+
+    for measured in (profile_of_tokens(shortest=None), profile_of_tokens(loss_fn=refuse_two)):
+        assert measured.shortest == (None,)
+        assert "shortest" not in measured.to_dict()
+        assert MeasuredProfile.from_dict(measured.to_dict()).ranks == measured.ranks
 
 
 @pytest.mark.parametrize("by_accelerate", [False, True])

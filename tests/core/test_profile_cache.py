@@ -85,6 +85,7 @@ def test_a_second_start_runs_no_micro_step(cache: ProfileCache) -> None:
         {"emulation": Emulation(slowdown=1.5)},
         {"deepspeed_config": {"zero_optimization": {"reduce_bucket_size": 100}}},
         {"optimizer_bytes_per_parameter": 4.0},
+        {"shortest": torch.ones(1, 4)},
     ],
 )
 def test_whatever_counts_is_measured_again(cache: ProfileCache, changes: dict) -> None:

@@ -66,6 +66,11 @@ def _trained(stage: int, dataset: Any) -> Any:
 
 def _problems(name: str, trainer: Any, rows: list[Any]) -> list[str]:
     problems = [] if trainer._poplar_loader.plan_sampler.cutter else [f"{name}: the steps were cut by rows"]
+    shortest = [getattr(row, "tokens", None) for row in trainer.poplar.profile.shortest]
+    if shortest != [3] * len(trainer.poplar.profile.ranks):
+        problems.append(
+            f"{name}: no micro-batch of the shortest row was timed on some rank, but rows of {shortest} tokens"
+        )
     found = common.compare_parameters(common.parameters(trainer), expected(rows))
     return problems + [f"{name}: {text}" for text in found]
 
