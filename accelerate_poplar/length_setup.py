@@ -84,7 +84,7 @@ def _plans_by_time(run: PoplarRun) -> bool:
 
 
 def _shortest(dataset: Any, lengths: IntArray) -> Any:
-    return dataset[int(np.argmin(lengths))]
+    return dataset[int(np.argmin(np.where(lengths > 0, lengths, np.iinfo(np.int64).max)))]
 
 
 def _cutter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -66,17 +67,17 @@ class ProbeData:
             return self.collate([self.dataset[0]])
 
     def _shortest_and_longest(self) -> tuple[Any, Any]:
-        """Of the rows that can be looked at in reasonable time; looked for once."""
+        """Of the rows that can be looked at in reasonable time, empty ones aside; looked for once."""
         if self._ends is None:
             deadline = time.monotonic() + SCAN_LIMIT_S
             shortest = longest = self.dataset[0]
-            least = most = row_length(longest)
-            for index in range(1, min(len(self.dataset), SCAN_LIMIT_ROWS)):
+            least, most = math.inf, 0
+            for index in range(min(len(self.dataset), SCAN_LIMIT_ROWS)):
                 row = self.dataset[index]
                 length = row_length(row)
                 if length > most:
                     longest, most = row, length
-                elif length < least:
+                if 0 < length < least:
                     shortest, least = row, length
                 if time.monotonic() > deadline:
                     break

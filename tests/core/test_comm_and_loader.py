@@ -167,10 +167,11 @@ def test_probe_data_leaves_no_trace() -> None:
 
 
 def test_the_shortest_row_is_found_where_the_collate_function_leaves_it_short() -> None:
-    rows = [{"input_ids": list(range(length))} for length in (3, 2, 5, 4)]
+    rows = [{"input_ids": list(range(length))} for length in (3, 0, 2, 5, 4)]
 
     def padded(rows: list[dict[str, Any]], length: int = 0) -> dict[str, torch.Tensor]:
         longest = max(length, *(len(row["input_ids"]) for row in rows), 1)
+        assert any(row["input_ids"] for row in rows), "an empty row alone is nothing to run"
         return {
             "input_ids": torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
         }
@@ -178,7 +179,8 @@ def test_the_shortest_row_is_found_where_the_collate_function_leaves_it_short() 
     assert ProbeData(rows, padded).shortest()["input_ids"].tolist() == [[0, 1]]
     assert ProbeData(rows, padded).longest(2)["input_ids"].shape == (2, 5)
     assert ProbeData(rows, lambda found: padded(found, 8)).shortest() is None
-    assert ProbeData(rows[:1], padded).shortest() is None
+    assert ProbeData(rows[:2], padded).shortest() is None
+    assert ProbeData(rows[1:], padded).shortest()["input_ids"].tolist() == [[0, 1]]
     assert ProbeData([torch.zeros(3), torch.zeros(2)], list).shortest() is None
 
 
